@@ -1,0 +1,1 @@
+"""Stage 5: a checkpoint to an acceptance report."""

@@ -1,0 +1,1 @@
+"""Stage 2: the hidden states of the target, captured, checked, cached and streamed."""

@@ -1,0 +1,1 @@
+"""Stage 3: draft heads, one file per method, and what they share."""

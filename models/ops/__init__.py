@@ -1,0 +1,1 @@
+"""Fused and chunked operations, each with an eager twin."""

@@ -1,0 +1,1 @@
+"""Layers, rope, attention and losses that several heads share."""

@@ -1,0 +1,100 @@
+"""The pieces of a Llama- or Qwen3-type decoder layer, split so that a head can compute keys and values for all rows
+and queries only for the rows that need them. Parameter names are those that serving engines load.
+
+    R rows, H width, h query heads, g key/value heads, D head width
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.models.parts.rope import rotate
+
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of a draft layer, by default those of the target's own layers."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    has_qk_norm: bool
+
+    @classmethod
+    def of_target(cls, config: Any, has_qk_norm: bool, **overrides: int | None) -> "LayerShape":
+        """Read a transformers text config; an override that is not None replaces the target's size."""
+        sizes: dict[str, int | None] = {
+            "intermediate_size": config.intermediate_size,
+            "num_heads": config.num_attention_heads,
+            "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        }
+        sizes |= {name: value for name, value in overrides.items() if value is not None}
+        return cls(hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, has_qk_norm=has_qk_norm, **sizes)  # type: ignore[arg-type]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in fp32 with a plain gain, as Llama and Qwen3 define it; output in the gain's dtype."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
+        return normed.to(self.weight.dtype)
+
+
+class SwiGLU(nn.Module):
+    """The gated MLP of Llama and Qwen."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_RH: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))  # type: ignore[no-any-return]
+
+
+class Projections(nn.Module):
+    """The four projections of an attention layer, with RoPE and the optional per-head q/k norms of Qwen3."""
+
+    def __init__(self, shape: LayerShape, input_width: int) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
+        if shape.has_qk_norm:
+            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
+        self.has_qk_norm = shape.has_qk_norm
+
+    def queries(self, x: Tensor, angles: Angles) -> Tensor:
+        """[..., width] -> rotated queries [..., h, D]."""
+        q = self._split(self.q_proj(x))
+        return rotate(self.q_norm(q).to(q.dtype) if self.has_qk_norm else q, angles)
+
+    def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """[..., width] -> rotated keys and values [..., g, D]."""
+        k = self._split(self.k_proj(x))
+        return rotate(self.k_norm(k).to(k.dtype) if self.has_qk_norm else k, angles), self._split(self.v_proj(x))
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[..., h, D] -> [..., H]."""
+        return self.o_proj(attended.flatten(-2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], x.shape[-1] // self.head_dim, self.head_dim)  # no -1: there may be no rows

@@ -1,0 +1,134 @@
+"""The frozen parts of a target that a head needs: embedding, final norm, lm_head, RoPE, and the target's dimensions.
+
+Only these tensors are read from the checkpoint, so a head can be trained from cached states on a machine that could
+not hold the target. The norm is the target's own class from transformers: gemma's and Qwen3.5's (1+w) gain included.
+
+    V target vocabulary, H target width
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+
+_EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+)
+_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
+_NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+
+
+@dataclass(frozen=True)
+class FrozenTarget:
+    """A target's frozen ends. Plain tensors, deliberately outside any module: no rank trains or checkpoints them."""
+
+    config: Any  # the text part of the transformers config
+    embedding_VH: Tensor
+    head_VH: Tensor  # the same tensor as embedding_VH where the target ties them
+    norm: nn.Module  # the target's final norm; its weight is frozen
+    embedding_scale: float
+    logit_softcap: float | None
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
+        """Read the frozen parts of a local checkpoint (single file or sharded).
+
+        Raises ValueError naming the tensors that are missing; nothing is ever left random (fault 25).
+        """
+        from transformers import AutoConfig
+
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = whole.get_text_config()
+        index = _tensor_files(folder)
+        embedding = _read(index, _EMBEDDING_NAMES, dtype, device)
+        tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(whole, "tie_word_embeddings", False))
+        head = embedding if tied else _read(index, _HEAD_NAMES, dtype, device)
+        norm = _final_norm(config, _read(index, _NORM_NAMES, torch.float32, device)).to(device)
+        return cls(
+            config, embedding, head, norm, _embedding_scale(config), getattr(config, "final_logit_softcapping", None)
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.head_VH.shape[0])
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token ids [...] -> the target's own input embeddings [..., H], scaled as the target scales them."""
+        embedded = F.embedding(ids, self.embedding_VH)
+        return embedded if self.embedding_scale == 1.0 else embedded * self.embedding_scale
+
+    def normalise(self, last: Tensor) -> Tensor:
+        """Pre-norm last states [..., H] -> post-norm states [..., H], computed in fp32, in the dtype of `last`."""
+        with torch.no_grad():
+            return self.norm(last.float()).to(last.dtype)  # type: ignore[no-any-return]
+
+    def logits(self, last: Tensor) -> Tensor:
+        """Pre-norm last states [..., H] -> the target's own logits [..., V] in fp32. For small inputs: it is dense."""
+        with torch.no_grad():
+            logits = F.linear(self.normalise(last).to(self.head_VH.dtype), self.head_VH).float()
+            return softcap(logits, self.logit_softcap)
+
+
+def softcap(logits: Tensor, cap: float | None) -> Tensor:
+    """final_logit_softcapping, as Gemma applies it: cap * tanh(logits / cap)."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _final_norm(config: Any, weight_H: Tensor) -> nn.Module:
+    """The target's own norm class, found in its transformers modelling file, with the checkpoint's weight."""
+    import transformers
+
+    module_name = type(config).__module__.replace("configuration_", "modeling_")
+    modelling = __import__(module_name, fromlist=["_"]) if module_name.startswith("transformers.") else transformers
+    candidates = [
+        value for name, value in vars(modelling).items() if name.endswith("RMSNorm") and isinstance(value, type)
+    ]
+    model_prefix = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    norm_class = next(
+        (c for c in candidates if c.__name__ == f"{model_prefix}RMSNorm"), candidates[0] if candidates else None
+    )
+    if norm_class is None:
+        raise ValueError(f"target {config.model_type!r}: no RMSNorm class found in {module_name}")
+    norm: nn.Module = norm_class(weight_H.shape[0], eps=config.rms_norm_eps)
+    norm.load_state_dict({"weight": weight_H})
+    return norm.requires_grad_(False)
+
+
+def _embedding_scale(config: Any) -> float:
+    """Gemma multiplies its embeddings by sqrt(H); others by 1. Stated per family, since no config field says it."""
+    return float(config.hidden_size) ** 0.5 if str(config.model_type).startswith("gemma") else 1.0
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ValueError(f"target folder {folder} has no model.safetensors and no model.safetensors.index.json")
+    with safe_open(single, "pt") as file:
+        return {name: single for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+
+
+def _read(index: dict[str, Path], names: tuple[str, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    for name in names:
+        if name in index:
+            with safe_open(index[name], "pt") as file:
+                return file.get_tensor(name).to(device=device, dtype=dtype)  # type: ignore[no-any-return]
+    raise ValueError(f"the target's checkpoint holds none of {', '.join(names)}; is it a causal language model?")

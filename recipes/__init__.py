@@ -1,0 +1,1 @@
+"""One run = one YAML: the schema, the stages and the command line."""

@@ -1,0 +1,379 @@
+"""The stages of a run in their order, each a function that is skipped when its artefact exists.
+
+    target -> prompts -> responses -> rows -> hidden_states -> train -> export -> eval
+
+`Run` holds what several stages share: the resolved target, the head's needs, and the vLLM server, which is launched at
+most once and serves both generation and extraction. Stage folders lie under the recipe's output_dir.
+"""
+
+import fcntl
+import json
+import os
+import platform
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from draftsmith.eval.run import evaluate
+from torch import nn
+
+from draftsmith.data.artefact import Artefact, fingerprint, read_artefact, write_atomically
+from draftsmith.data.progress import Progress, progress
+from draftsmith.data.prompts import build_prompts
+from draftsmith.data.responses import generate_responses
+from draftsmith.data.rows import Rows, Split, build_rows, load_rows, provenance_mismatches
+from draftsmith.data.target import ResolvedTarget, resolve_target
+from draftsmith.data.vocab import DraftVocabulary, build_draft_vocab
+from draftsmith.eval.replay import make_probe
+from draftsmith.hidden_states.cache import Cache
+from draftsmith.hidden_states.parity import check_parity
+from draftsmith.hidden_states.record import Record
+from draftsmith.hidden_states.stream import HiddenStatesConfig, build_states, open_source, open_stream, spec_for
+from draftsmith.hidden_states.vllm_server import launch
+from draftsmith.models.card import Card
+from draftsmith.models.checkpoint import save_head
+from draftsmith.models.export import export_head
+from draftsmith.models.head import Needs, load_method
+from draftsmith.models.target import FrozenTarget
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.engine import device_of_this_process
+from draftsmith.train.loop import fit
+
+# Drafts are exported for this N until an evaluation has recommended one.
+_DEFAULT_TOKENS = 3
+
+
+class Run:
+    """One recipe being run in this process."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.folder = recipe.output_dir
+        self._opened = ExitStack()
+        self._server_url: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @cached_property
+    def target(self) -> ResolvedTarget:
+        """The target, fetched or converted on first use."""
+        return resolve_target(self.recipe.target)
+
+    @cached_property
+    def needs(self) -> Needs:
+        """Which layers the head wants. Raises ValueError when the target does not have them."""
+        needs: Needs = load_method(self.recipe.method).needs(self.recipe.model, self.frozen_config)
+        return needs
+
+    @cached_property
+    def frozen_config(self) -> Any:
+        """The text part of the target's transformers config."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.target.path, local_files_only=True).get_text_config()
+
+    def frozen(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> FrozenTarget:
+        """The target's frozen ends."""
+        return FrozenTarget.load(self.target.path, dtype, device)
+
+    def endpoints(self) -> tuple[str, ...]:
+        """The URL of the server that this run launches, when first asked, for generation and extraction alike."""
+        if self._server_url is None:
+            recipe = self.recipe
+            capture = recipe.hidden_states.source == "vllm" and not recipe.hidden_states.endpoints
+            layers = spec_for(recipe.hidden_states, self.target, self.needs.aux_layers).layers if capture else None
+            log = self.folder / "logs" / "vllm.log"
+            server = self._opened.enter_context(launch(self.target, recipe.hidden_states.server, log, layers))
+            self._server_url = server.url
+        return (self._server_url,)
+
+    def stop_server(self) -> None:
+        """Stop the launched server, if any: training and evaluation need its memory."""
+        self._opened.close()
+        self._server_url = None
+
+    @property
+    def eval_states(self) -> HiddenStatesConfig:
+        """Held-out states are always kept: training's probe reads them while its own stream captures."""
+        return self.recipe.hidden_states.model_copy(update={"mode": "offline"})
+
+    def states_folder(self, split: str) -> Path:
+        """The cache of one split."""
+        return self.folder / "hidden_states" / split
+
+
+def prompts_stage(run: Run) -> None:
+    """Read, clean and split the prompts."""
+    build_prompts(run.recipe.prompts, run.folder / "prompts")
+
+
+def responses_stage(run: Run) -> None:
+    """Let the target answer them."""
+    config, folder = run.recipe.responses, run.folder / "responses"
+    launches = config.engine == "vllm" and not config.endpoints and not _is_done(folder)
+    generate_responses(config, run.target, run.folder / "prompts", folder, run.endpoints() if launches else ())
+
+
+def rows_stage(run: Run) -> None:
+    """Token rows with loss masks."""
+    build_rows(run.recipe.rows, run.folder / "responses", run.folder / "rows")
+    for warning in provenance_mismatches(run.folder / "rows", run.target):
+        print(f"warning: {warning}", flush=True)
+
+
+def hidden_states_stage(run: Run) -> None:
+    """Prove that captured states are the target's own, then build what the mode keeps."""
+    config = run.recipe.hidden_states
+    splits: list[tuple[Split, HiddenStatesConfig]] = [("eval", run.eval_states), ("train", config)]
+    rows = {split: load_rows(run.folder / "rows", split) for split, _ in splits}
+    parity = run.folder / "hidden_states" / "parity.json"
+    spec = spec_for(config, run.target, run.needs.aux_layers)
+    wanted = fingerprint([spec.to_json(), config.source])
+    is_proven = parity.is_file() and json.loads(parity.read_text())["spec"] == wanted
+    todo = [
+        (split, mode)
+        for split, mode in splits
+        if rows[split] and not _holds(run.states_folder(split), mode, rows[split])
+    ]
+    if is_proven and not todo:
+        return
+    launches = config.source == "vllm" and not config.endpoints
+    endpoints = run.endpoints() if launches else ()
+    with open_source(config, run.target, run.needs.aux_layers, run.folder / "logs", endpoints) as source:
+        if not is_proven:
+            teacher = run.frozen(torch.float32).logits
+            report = check_parity(source, rows["train"], run.target, teacher=lambda last_TH: teacher(last_TH.float()))
+            write_atomically(parity, json.dumps({"spec": wanted, **report.to_json()}, indent=1, default=str))
+        for split, mode in todo:
+            with progress(f"hidden states/{split}", len(rows[split]), "rows") as bar:
+                build_states(
+                    mode, source, rows[split], run.states_folder(split), lambda _record, bar=bar: bar.advance()
+                )  # type: ignore[misc]
+
+
+def _advance(bar: Progress) -> Callable[[Record], None]:
+    return lambda _record: bar.advance()
+
+
+def train_stage(recipe: Recipe) -> None:
+    """Train the head. Under `accelerate launch` every rank calls this; rank 0 alone writes the manifest."""
+    with Run(recipe) as run:
+        _train(run)
+
+
+def _train(run: Run) -> None:
+    recipe, folder = run.recipe, run.folder / "train"
+    train_rows, eval_rows = (load_rows(run.folder / "rows", split) for split in ("train", "eval"))
+    spec = spec_for(recipe.hidden_states, run.target, run.needs.aux_layers)
+    key = {
+        "config": recipe.train.model_dump(mode="json"),
+        "method": recipe.method,
+        "model": recipe.model.model_dump(mode="json"),
+        "target": run.target.key(),
+        "states": spec.to_json(),
+        "rows": read_artefact(run.folder / "rows", "rows").fingerprint,
+    }
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if is_main:
+        artefact = Artefact.open(folder, "train", key)
+        write_atomically(folder / "recipe.yaml", recipe.to_yaml())
+        if artefact.is_done:
+            return
+    elif _is_done(folder):
+        return
+    device = device_of_this_process()
+    frozen = run.frozen(torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32, device)
+    torch.manual_seed(recipe.train.seed)
+    vocabulary = _draft_vocabulary(recipe, train_rows, frozen)
+    head = load_method(recipe.method).Head(recipe.model, frozen, None if vocabulary is None else vocabulary.kept_ids)
+    launches = recipe.hidden_states.source == "vllm" and recipe.hidden_states.mode != "offline"
+    endpoints = run.endpoints() if launches and not recipe.hidden_states.endpoints else ()
+    layers = run.needs.aux_layers
+    with ExitStack() as opened:
+        stream = opened.enter_context(
+            open_stream(recipe.hidden_states, run.target, layers, train_rows, run.states_folder("train"), endpoints)
+        )
+        probe = None
+        if len(eval_rows):
+            held_out = opened.enter_context(
+                open_stream(run.eval_states, run.target, layers, eval_rows, run.states_folder("eval"))
+            )
+            probe = make_probe(list(eval_rows), held_out, frozen, max(recipe.eval.num_speculative_tokens))
+        extra = {"target": run.target.key(), "target_name": run.target.name, "recipe": recipe.name}
+
+        def save_weights(trained: nn.Module, into: Path) -> None:
+            save_head(trained, into, extra)
+
+        result = fit(recipe.train, head, frozen, train_rows, stream, folder, probe, save_weights=save_weights)
+    if is_main:
+        artefact.finish(
+            {
+                "weights": str(result.weights.relative_to(folder)),
+                "best_step": result.best_step,
+                "best_score": result.best_score,
+                "steps": result.steps,
+                "ended_by": result.ended_by,
+                "tokens": result.num_tokens,
+                "skipped_steps": result.num_skipped_steps,
+                "rows_too_long": result.num_rows_too_long,
+                "draft_vocabulary_coverage": None if vocabulary is None else round(vocabulary.coverage, 6),
+            }
+        )
+
+
+def export_stage(run: Run) -> None:
+    """Write the Hugging Face folder `export/model`."""
+    trained = read_artefact(run.folder / "train", "train")
+    key = {"config": run.recipe.export.model_dump(mode="json"), "head": trained.fingerprint}
+    artefact = Artefact.open(run.folder / "export", "export", key)
+    if artefact.is_done:
+        return
+    report = _export(run, run.recipe.export.num_speculative_tokens or _DEFAULT_TOKENS, [])
+    artefact.finish({"tensors": report.num_tensors, "bytes": report.num_bytes, "rounding_tv": report.rounding_tv})
+
+
+def _export(run: Run, num_tokens: int, acceptance: Sequence[dict[str, Any]]) -> Any:
+    recipe = run.recipe
+    trained = read_artefact(run.folder / "train", "train")
+    responses = json.loads((run.folder / "responses" / "manifest.json").read_text())
+    card = Card(
+        recipe=recipe.to_yaml(),
+        data={
+            "prompts": [source.name for source in recipe.prompts.sources],
+            "training rows": read_artefact(run.folder / "rows", "rows").result["train"],
+            "answers": responses["key"],
+        },
+        acceptance=acceptance,
+        license=recipe.export.license,
+    )
+    return export_head(
+        run.folder / "train" / trained.result["weights"],
+        run.folder / "export" / "model",
+        target=run.frozen(torch.float32),
+        target_name=recipe.export.target_name or _served_name(run),
+        num_speculative_tokens=num_tokens,
+        layout=recipe.export.layout,
+        dtype=recipe.export.dtype,
+        card=card,
+    )
+
+
+def _served_name(run: Run) -> str:
+    """What a server can load: a Hub id as it is, anything else by its folder."""
+    name = run.target.name
+    return name if name.count("/") == 1 and not Path(name).exists() else str(run.target.path)
+
+
+def eval_stage(run: Run) -> None:
+    """Measure, report, and write what was measured into the exported model card."""
+    run.stop_server()
+    recipe = run.recipe
+    trained = read_artefact(run.folder / "train", "train")
+    with ExitStack() as opened:
+        rows = load_rows(run.folder / "rows", "eval")
+        stream = opened.enter_context(
+            open_stream(run.eval_states, run.target, run.needs.aux_layers, rows, run.states_folder("eval"))
+        )
+        evaluate(
+            recipe.eval,
+            run.target,
+            run.folder / "train" / trained.result["weights"],
+            run.folder / "export" / "model",
+            list(rows),
+            stream,
+            run.folder,
+        )
+    report = read_report(run.folder)
+    if recipe.export.num_speculative_tokens is None or report:
+        chosen = recipe.export.num_speculative_tokens or report["recommended"]["num_speculative_tokens"]
+        _export(run, chosen, _card_rows(report))
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """report.json of a finished evaluation."""
+    found: dict[str, Any] = json.loads((folder / "eval" / "report.json").read_text())
+    return found
+
+
+def _card_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    columns = ("engine", "num_speculative_tokens", "mal", "acceptance_rate", "speedup")
+    rows = [(workload, cell) for workload, cells in report["workloads"].items() for cell in cells]
+    return [{"workload": workload} | {name: cell.get(name) for name in columns} for workload, cell in rows]
+
+
+STAGES: dict[str, Callable[[Run], None]] = {
+    "prompts": prompts_stage,
+    "responses": responses_stage,
+    "rows": rows_stage,
+    "hidden_states": hidden_states_stage,
+    "train": _train,
+    "export": export_stage,
+    "eval": eval_stage,
+}
+
+
+def run_stages(recipe: Recipe, first: str = "prompts", last: str = "eval") -> None:
+    """Run the stages from `first` to `last`. Raises ValueError for unknown names or the wrong order."""
+    names = list(STAGES)
+    for option, name in (("--from", first), ("--to", last)):
+        if name not in STAGES:
+            raise ValueError(f"{option} is {name!r}; the stages are {', '.join(names)}")
+    chosen = names[names.index(first) : names.index(last) + 1]
+    if not chosen:
+        raise ValueError(f"--from {first} comes after --to {last}; the order is {', '.join(names)}")
+    with only_writer(recipe.output_dir), Run(recipe) as run:
+        write_atomically(recipe.output_dir / "recipe.yaml", recipe.to_yaml())
+        for name in chosen:
+            print(f"== {name}", flush=True)
+            captures_later = recipe.hidden_states.source == "vllm" and recipe.hidden_states.mode != "offline"
+            if name == "train" and not captures_later:
+                run.stop_server()
+            STAGES[name](run)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Generator[None]:
+    """One run per output_dir at a time; the lock goes with the process, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"another run is writing to {folder} (process {file.read().strip() or 'unknown'}); wait for it, or use "
+                "another output_dir"
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
+
+
+def _draft_vocabulary(recipe: Recipe, rows: Rows, frozen: FrozenTarget) -> DraftVocabulary | None:
+    size = getattr(recipe.model, "draft_vocab_size", None)
+    if size is None or size == frozen.vocab_size:
+        return None
+    return build_draft_vocab(rows, frozen.vocab_size, size)
+
+
+def _is_done(folder: Path) -> bool:
+    manifest = folder / "manifest.json"
+    return manifest.is_file() and json.loads(manifest.read_text()).get("state") == "done"
+
+
+def _holds(folder: Path, config: HiddenStatesConfig, rows: Rows) -> bool:
+    """Whether this split's cache needs nothing more before training."""
+    if config.mode == "online":
+        return True
+    if not _is_done(folder):
+        return False
+    cache = Cache.open(folder)
+    return all(row.row_id in cache for row in rows)

@@ -1,0 +1,1 @@
+"""Stage 4: batches to a checkpoint, under accelerate and DeepSpeed."""
