@@ -6,17 +6,21 @@ ended take the next prompts, prefilled together. Token ids are what the model pr
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.data.grouped_attention import use_grouped_attention
 from draftsmith.data.kv_cache import RowCache, attention_masks
+from draftsmith.data.packed_linear import pack_linears
 
-# Queries per sequence up to which the grouped kernel is used; above it, sdpa's blocked kernels win.
-_MAX_GROUPED_QUERIES = 32
-_ATTENTION = "draftsmith_grouped"
+_MAX_PREFILL_TOKENS = 8192  # padding included, in one pass: bounds its memory
+_PACKED_ROWS = 48  # measured: a good layout from 1 to 4096 rows
+_TOP_CANDIDATES = 512  # of top-p, before the whole vocabulary is sorted
+_SEED_STRIDE = 1_000_003  # a prime: runs with neighbouring seeds share no prompt's draws
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,21 @@ class _Slot:
 
 
 class Engine:
-    """A transformers causal LM prepared for decoding: its decoder, its lm_head, and grouped attention."""
+    """A transformers causal LM prepared for decoding: its decoder, its lm_head, grouped attention, packed weights."""
 
     def __init__(self, model: Any) -> None:
-        use_grouped_attention(model)
-        self.decoder = getattr(model, model.base_model_prefix)
         self.config = model.config.get_text_config()
+        unknown = set(getattr(self.config, "layer_types", None) or ()) - _KNOWN_LAYERS
+        if unknown or getattr(self.config, "num_kv_shared_layers", 0):
+            raise ValueError(
+                f"the engine `transformers` cannot run a target with {', '.join(sorted(unknown)) or 'shared kv layers'}"
+                "; set responses.engine to vllm"
+            )
+        use_grouped_attention(model)
+        pack_linears(model, _PACKED_ROWS)
+        self.decoder = getattr(model, model.base_model_prefix)
+        # transformers 5.24 renamed the argument.
+        self._cache_name = "cache" if "cache" in signature(self.decoder.forward).parameters else "past_key_values"
         self.head = model.get_output_embeddings()
         self.softcap = getattr(self.config, "final_logit_softcapping", None)
         self.device = self.head.weight.device
@@ -67,9 +80,9 @@ class Engine:
         output = self.decoder(
             input_ids=ids_BQ,
             position_ids=positions_BQ,
-            attention_mask=attention_masks(self.config, mask, positions_BQ, cache.end),
-            past_key_values=cache,
+            attention_mask=attention_masks(self.config, mask, positions_BQ, cache.end, self.head.weight.dtype),
             use_cache=True,
+            **{self._cache_name: cache},
         )
         states: Tensor = output.last_hidden_state
         return states
@@ -192,46 +205,3 @@ def target_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         probs = probs.masked_fill(torch.zeros_like(is_beyond).scatter(-1, order, is_beyond), 0.0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
-
-
-def use_grouped_attention(model: Any) -> None:
-    """Let the model attend with `_grouped_attention` for few queries and with sdpa otherwise."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-    AttentionInterface.register(_ATTENTION, _grouped_attention)
-    AttentionMaskInterface.register(_ATTENTION, sdpa_mask)
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(_ATTENTION)
-
-
-def _grouped_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of a few queries over shared key/value heads [B, g, S, D] without copying them per query head."""
-    if query.shape[2] > _MAX_GROUPED_QUERIES or kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        out: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return out
-    batch, heads, num_queries, width = query.shape
-    groups = heads // key.shape[1]
-    if attention_mask is None and num_queries > 1:
-        slots = key.shape[2]
-        attention_mask = torch.ones(num_queries, slots, dtype=torch.bool, device=query.device).tril(slots - num_queries)
-        attention_mask = attention_mask[None, None]
-    if attention_mask is not None:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)
-    attended = F.scaled_dot_product_attention(
-        query.reshape(batch, key.shape[1], groups * num_queries, width), key, value, attention_mask, scale=scaling
-    )
-    return attended.view(batch, heads, num_queries, -1).transpose(1, 2), None

@@ -2,10 +2,10 @@
 
 B sequences, Q new tokens each, S slots, g key/value heads, D head width
 
-lengths  5  3        `update` writes the Q new keys of every sequence behind its own length
-slots    kkkkk.QQ..
-         kkkQQ.....
-then `lengths_B += accepted` keeps what was accepted: a rollback is a length that did not grow
+    lengths  5  3        `update` writes the Q new keys of every sequence behind its own length
+    slots    kkkkk.QQ..
+             kkkQQ.....
+    then `advance(accepted)` keeps what was accepted: the rest lies behind the length and is overwritten
 """
 
 from collections.abc import Iterable
@@ -29,20 +29,19 @@ class _RowLayer(CacheLayerMixin):
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Allocate zeros (not garbage: a masked slot's weight is 0, and 0 * NaN is NaN)."""
         batch, heads, _, width = key_states.shape
         value_width = width if value_states is None else value_states.shape[-1]
-        slots = self.owner.num_slots
-        self.keys = torch.zeros(batch, heads, slots, width, dtype=key_states.dtype, device=key_states.device)
-        self.values = torch.zeros(batch, heads, slots, value_width, dtype=key_states.dtype, device=key_states.device)
+        self.keys = key_states.new_zeros(batch, heads, self.owner.num_slots, width)
+        self.values = key_states.new_zeros(batch, heads, self.owner.num_slots, value_width)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the new tokens of every sequence; return all slots up to the longest end."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self.grow()
         owner = self.owner
-        if self.keys.shape[2] < owner.num_slots:
-            self.keys, self.values = (_grown(x, owner.num_slots) for x in (self.keys, self.values))
         if owner.same_start is not None:  # all sequences write at one place: a plain copy
             place = slice(owner.same_start, owner.same_start + key_states.shape[2])
             self.keys[:, :, place] = key_states
@@ -53,18 +52,26 @@ class _RowLayer(CacheLayerMixin):
             self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, : owner.end], self.values[:, :, : owner.end]
 
+    def grow(self) -> None:
+        """Re-allocate when the owner has more slots by now."""
+        if self.keys.shape[2] < self.owner.num_slots:
+            self.keys, self.values = (_grown(x, self.owner.num_slots) for x in (self.keys, self.values))
+
     def get_seq_length(self, *args: Any) -> int:
+        """See CacheLayerMixin; the longest sequence's."""
         return self.owner.end - self.owner.num_new
 
     def get_max_length(self) -> int:
+        """See CacheLayerMixin; -1 is unbounded."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """See CacheLayerMixin: the slots that `update` returns, and that they start at 0."""
         return self.owner.end, 0
 
 
 class RowCache(Cache):
-    """A transformers cache for one batch. Call `begin` before every forward pass, then change `lengths_B` as you like."""
+    """A transformers cache for one batch. Call `begin` before every forward pass, and `advance` after it."""
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str = "cpu") -> None:
         self.lengths_B = torch.zeros(batch_size, dtype=torch.int64, device=device)
@@ -78,8 +85,7 @@ class RowCache(Cache):
     def begin(self, num_new: int) -> tuple[Tensor, Tensor | None]:
         """Prepare a pass over `num_new` tokens of every sequence.
 
-        Returns positions int64 [B, Q] and the mask bool [B, 1, Q, S] that lets query q of sequence b see the slots up
-        to lengths_B[b] + q (None where that is all of them).
+        Returns positions int64 [B, Q] and the mask of `mask_BHQS`, None where plain causal attention says the same.
         """
         starts = self.lengths_B.tolist()
         self.num_new, self.end = num_new, max(starts) + num_new
@@ -90,10 +96,22 @@ class RowCache(Cache):
         if self.same_start is None:
             rows_B1 = torch.arange(len(starts), device=self.lengths_B.device)[:, None]
             self.write_index = (rows_B1, positions_BQ)
-        if self.same_start is not None and num_new == 1:
+        if self.same_start is not None and (num_new == 1 or self.same_start == 0):
             return positions_BQ, None
-        slots_S = torch.arange(self.end, device=self.lengths_B.device)
-        return positions_BQ, (slots_S <= positions_BQ[:, :, None])[:, None]
+        return positions_BQ, mask_BHQS(positions_BQ, self.end)
+
+    def advance(self, counts_B: Tensor | int) -> None:
+        """Keep so many of the tokens that the last pass wrote; the others are overwritten by the next."""
+        self.lengths_B = self.lengths_B + counts_B
+
+    def rollback(self, lengths_B: Tensor) -> None:
+        """Forget what lies behind these lengths."""
+        assert bool((lengths_B <= self.lengths_B).all()), f"{lengths_B} is not a rollback from {self.lengths_B}"
+        self.lengths_B = lengths_B.clone()
+
+    def reset_rows(self, rows: Tensor) -> None:
+        """Empty these sequences (indices); they cost nothing but their place in the batch."""
+        self.lengths_B = self.lengths_B.index_fill(0, rows, 0)
 
     def select(self, rows_B: Tensor) -> None:
         """Keep only these sequences, in this order."""
@@ -101,45 +119,58 @@ class RowCache(Cache):
         for layer in self._filled():
             layer.keys, layer.values = layer.keys[rows_B], layer.values[rows_B]
 
-    def put(self, rows_B: Tensor, other: "RowCache") -> None:
+    def put(self, rows_R: Tensor, other: "RowCache") -> None:
         """Replace these sequences by those of another cache (slot refill)."""
         longest = int(other.lengths_B.max())
         self.num_slots = max(self.num_slots, longest + _GROWTH)
-        self.lengths_B[rows_B] = other.lengths_B
+        self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if not mine.is_initialized:
-                mine.lazy_initialization(
-                    theirs.keys.new_empty(len(self.lengths_B), *theirs.keys.shape[1:]), theirs.values
-                )
-            if mine.keys.shape[2] < self.num_slots:
-                mine.keys, mine.values = (_grown(x, self.num_slots) for x in (mine.keys, mine.values))
-            mine.keys[rows_B, :, :longest] = theirs.keys[:, :, :longest]
-            mine.values[rows_B, :, :longest] = theirs.values[:, :, :longest]
+                shape = theirs.keys[:1].expand(len(self.lengths_B), -1, -1, -1)
+                mine.lazy_initialization(shape, theirs.values)
+            mine.grow()
+            mine.keys[rows_R, :, :longest] = theirs.keys[:, :, :longest]
+            mine.values[rows_R, :, :longest] = theirs.values[:, :, :longest]
 
     def _filled(self) -> Iterable[Any]:
         return (layer for layer in self.layers if layer.is_initialized)
 
 
-def attention_masks(config: Any, mask_BHQS: Tensor | None, positions_BQ: Tensor, end: int) -> Any:
-    """What a transformers decoder takes as attention_mask: the mask, or one per layer type where some layers slide."""
+def mask_BHQS(positions_BQ: Tensor, end: int, window: int | None = None) -> Tensor:
+    """bool [B, 1, Q, S]: query q sees slot s when s is at most its position, and within the window where there is one."""
+    distance_BQS = positions_BQ[:, :, None] - torch.arange(end, device=positions_BQ.device)
+    is_seen_BQS = distance_BQS >= 0
+    if window is not None:
+        is_seen_BQS &= distance_BQS < window
+    return is_seen_BQS[:, None]
+
+
+def attention_masks(
+    config: Any, mask: Tensor | None, positions_BQ: Tensor, end: int, dtype: torch.dtype | None = None
+) -> Any:
+    """What a transformers decoder takes as attention_mask: the mask, or one per layer type where some layers slide.
+
+    With a `dtype`, masks are additive: made once per pass, where a bool mask would be converted in every layer.
+    """
     layer_types = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
-    slides = window is not None and (layer_types & {"sliding_attention"} or not layer_types)
-    if not slides:
-        return (
-            mask_BHQS
-            if not layer_types or layer_types == {"full_attention"} or mask_BHQS is None
-            else {name: mask_BHQS for name in layer_types}
-        )
-    slots_S = torch.arange(end, device=positions_BQ.device)
-    causal = (slots_S <= positions_BQ[:, :, None])[:, None] if mask_BHQS is None else mask_BHQS
-    windowed = causal & (slots_S > positions_BQ[:, :, None] - window)[:, None]
+    slides = window is not None and end > window and (not layer_types or "sliding_attention" in layer_types)
+    full = _additive(mask, dtype)
+    if not slides:  # a window that reaches back to the start hides nothing
+        return full if layer_types <= {"full_attention"} else {name: full for name in layer_types}
+    windowed = _additive(mask_BHQS(positions_BQ, end, window), dtype)
     if not layer_types:
         return windowed
-    return {name: windowed if name == "sliding_attention" else causal for name in layer_types}
+    return {name: windowed if name == "sliding_attention" else full for name in layer_types}
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    if mask is None or dtype is None:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def _grown(x: Tensor, slots: int) -> Tensor:
-    grown = torch.zeros(*x.shape[:2], slots, x.shape[3], dtype=x.dtype, device=x.device)
+    grown = x.new_zeros(*x.shape[:2], slots, x.shape[3])
     grown[:, :, : x.shape[2]] = x
     return grown

@@ -109,7 +109,10 @@ def build_rows(config: RowsConfig, responses_folder: Path, folder: Path) -> Arte
     Raises ValueError when no training row is left, or when more are dropped than `rows.max_dropped_share` allows.
     """
     responses = read_artefact(responses_folder, "responses")
-    artefact = Artefact.open(folder, "rows", {"config": config.model_dump(), "responses": responses.fingerprint})
+    # The files' digests as well: sampled answers may differ under equal settings.
+    files = {split: _sha256(responses_folder / f"{split}.jsonl") for split in _SPLITS}
+    key = {"config": config.model_dump(), "responses": responses.fingerprint, "files_sha256": files}
+    artefact = Artefact.open(folder, "rows", key)
     if artefact.is_done:
         return artefact
     result: dict[str, Any] = {}
@@ -228,8 +231,6 @@ def _build_split(
 
 def _conversations(source: Path, split: Split, seen: dict[str, Split]) -> Iterator[Conversation]:
     """The lines of a responses file, checked. Raises ValueError naming file and line."""
-    if not source.is_file():
-        raise ValueError(f"{source} is missing, though its stage is finished; delete {source.parent} and build it anew")
     with source.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -294,6 +295,13 @@ def _check_losses(source: Path, split: Split, figures: Counter[str], config: Row
             f"{config.max_row_tokens}; raise it, or allow the loss by rows.max_dropped_share (now "
             f"{config.max_dropped_share})"
         )
+
+
+def _sha256(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though its stage is finished; delete {path.parent} and build it anew")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _arrow_file(folder: Path, split: Split) -> Path:

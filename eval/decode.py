@@ -1,4 +1,4 @@
-"""The speculative runtime: prompts -> answers in rounds of draft, one target pass, verify, roll back; plain decoding too.
+"""The speculative runtime: prompts -> answers in rounds of draft, one target pass, verify and roll back.
 
     B running sequences, Q = 1 bonus + N drafts, V target vocabulary, F = auxiliary layers * H, H target width
 
@@ -36,7 +36,7 @@ class Decoding:
     max_new_tokens: int
     stop_ids: frozenset[int]
     num_speculative_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
     is_draft_greedy: bool = False
     min_confidence: float | None = None
 

@@ -80,11 +80,11 @@ def make_probe(
     size = sum(len(row.input_ids) for row in rows) * len(stream.spec.layers) * frozen.hidden_size * 4
     kept: list[tuple[Sequence[Row], Batch]] = []
 
-    def probe(head: nn.Module) -> dict[str, float]:
-        aux_layers = head.needs.aux_layers
+    def probe(module: nn.Module) -> dict[str, float]:
+        head: Any = module
         if size <= _KEPT_BYTES:
-            kept[:] = kept or batches_of(rows, stream, aux_layers)  # type: ignore[arg-type]
-        found = replay(head, kept or batches_of(rows, stream, aux_layers), num_tokens)  # type: ignore[arg-type]
+            kept[:] = kept or list(batches_of(rows, stream, head.needs.aux_layers))
+        found = replay(head, kept or batches_of(rows, stream, head.needs.aux_layers), num_tokens)
         totals = [Counts.total([row.by_length[n] for row in found]) for n in range(num_tokens)]
         figures = {f"mal@{n + 1}": float(total.mal or 1.0) for n, total in enumerate(totals)}
         last = totals[-1]
@@ -149,7 +149,7 @@ def _matched_prefixes(row: Row, drafted_TN: Tensor, first: int, end: int) -> lis
     for i in range(min(drafted_TN.shape[1], end - first)):
         following[: end - first - i, i] = ids_T[first + 1 + i : end + 1]
     # The draft for bonus position p stands at row p-1, which sees states 0..p-1 and token p.
-    return (drafted_TN[first - 1 : end - 1] == following).long().cumprod(1).sum(1).tolist()  # type: ignore[no-any-return]
+    return (drafted_TN[first - 1 : end - 1] == following).long().cumprod(1).sum(1).tolist()
 
 
 def _answers(row: Row) -> Iterator[tuple[int, int]]:

@@ -142,8 +142,11 @@ class _Client:
         self._stop_ids = list(stop_ids)
 
     def warm_up(self, question: Question) -> None:
+        """Returns only when its tokens are counted, so that no measurement gets them."""
+        before = self._counters()
         with Endpoints([self._server.url]) as endpoints:
-            self._ask(endpoints, question, _WARM_UP_TOKENS)
+            found, _ = self._ask(endpoints, question, _WARM_UP_TOKENS)
+        self._settled(before, len(found.token_ids))
 
     def measure(self, cell: Cell, questions: Sequence[Question]) -> Measurement:
         """All prompts of a workload, `batch_size` at a time. With one at a time every answer has its own counts."""

@@ -31,9 +31,7 @@ def runtime_figures(
     return _figures(config, measured, _runtime_counts)
 
 
-def vllm_figures(
-    config: EvalConfig, workloads: Mapping[str, Sequence[Question]], log: MeasurementLog
-) -> list[Figures]:
+def vllm_figures(config: EvalConfig, workloads: Mapping[str, Sequence[Question]], log: MeasurementLog) -> list[Figures]:
     """Of the vLLM servers: acceptance by its counters, and speed-up by the requests' latencies."""
     measured: Measured = []
     for name, questions in workloads.items():
@@ -62,7 +60,9 @@ def replay_figures(config: EvalConfig, replayed: Sequence[Replayed]) -> list[Fig
                 for _, group in groupby(ordered, key=lambda row: row.conversation_id)
             ]
             figures = acceptance(counts, config.bootstrap_samples, config.seed)
-            found.append({"engine": "replay", "workload": name, "temperature": 0.0, "batch_size": None, "n": n, **figures})
+            found.append(
+                {"engine": "replay", "workload": name, "temperature": 0.0, "batch_size": None, "n": n, **figures}
+            )
     return found
 
 
@@ -71,11 +71,13 @@ def recommend(figures: Sequence[Figures]) -> dict[str, Any]:
 
     Judged at the first temperature and smallest batch size, by the runtime, or by vLLM where only that was measured.
     """
-    pooled = [row for row in figures if row["workload"] == _pooled_name(figures) and row.get("speed_up") is not None]
-    engine = next((name for name in ("runtime", "vllm") if any(row["engine"] == name for row in pooled)), None)
+    timed = [row for row in figures if row.get("speed_up") is not None]
+    engine = next((name for name in ("runtime", "vllm") if any(row["engine"] == name for row in timed)), None)
     if engine is None:
         return {"n": None, "reason": "No engine measured speed; add runtime or vllm to eval.engines.", "break_even": []}
-    rows = [row for row in pooled if row["engine"] == engine]
+    rows = [row for row in timed if row["engine"] == engine]
+    pooled = _pooled_name(rows)
+    rows = [row for row in rows if row["workload"] == pooled]
     rows = [row for row in rows if row["temperature"] == rows[0]["temperature"]]
     smallest = min(row["batch_size"] for row in rows)
     first = sorted((row for row in rows if row["batch_size"] == smallest), key=lambda row: int(row["n"]))
@@ -96,9 +98,7 @@ def recommend(figures: Sequence[Figures]) -> dict[str, Any]:
     }
 
 
-def _reason(
-    chosen: Figures, best: Figures, rows: Sequence[Figures], engine: str, break_even: Sequence[Figures]
-) -> str:
+def _reason(chosen: Figures, best: Figures, rows: Sequence[Figures], engine: str, break_even: Sequence[Figures]) -> str:
     tried = ", ".join(f"N={row['n']}: {row['speed_up']:.2f}x" for row in rows)
     text = f"N={chosen['n']} decodes {chosen['speed_up']:.2f} times as fast as plain decoding ({engine}, {tried})"
     if chosen["speed_up_interval"]:
@@ -160,7 +160,9 @@ def _runtime_counts(config: EvalConfig, measured: Sequence[Measurement], n: int)
     answers = [answer for measurement in measured for answer in measurement.answers]
     verified = [Counts.of_rounds(answer["drafted"], answer["accepted"], n) for answer in answers]
     clipped = [
-        Counts.of_rounds(answer["drafted"], [min(p) for p in zip(answer["accepted"], answer["emitted"], strict=True)], n)
+        Counts.of_rounds(
+            answer["drafted"], [min(p) for p in zip(answer["accepted"], answer["emitted"], strict=True)], n
+        )
         for answer in answers
     ]
     found = acceptance(verified, config.bootstrap_samples, config.seed)

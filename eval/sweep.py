@@ -3,7 +3,7 @@
 The plain run of a batch comes right before its speculative ones, so that a machine whose speed drifts does so for both.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,9 @@ from draftsmith.models.head import Head
 _WARM_UP_TOKENS = 8
 
 
-def runtime_cells(config: EvalConfig, workloads: Mapping[str, Sequence[Question]]) -> Iterator[tuple[Cell, list[Question]]]:
+def runtime_cells(
+    config: EvalConfig, workloads: Mapping[str, Sequence[Question]]
+) -> Iterator[tuple[Cell, list[Question]]]:
     """Every batch that the runtime measures, in order: for each batch of prompts all proposal lengths, plain first."""
     for temperature in config.temperatures:
         for batch_size in config.batch_sizes:
@@ -37,20 +39,20 @@ def batches(questions: Sequence[Question], batch_size: int) -> list[list[Questio
 
 def sweep(
     config: EvalConfig,
-    model: Any,
+    load: Callable[[], Any],
     head: Head,
     stop_ids: Sequence[int],
     workloads: Mapping[str, Sequence[Question]],
     log: MeasurementLog,
 ) -> None:
-    """Measure what the log lacks."""
+    """Measure what the log lacks; `load` gives the target as a transformers model, if there is anything to do."""
     wanted = list(runtime_cells(config, workloads))
     missing = [(cell, batch) for cell, batch in wanted if log.get(cell, _ids(batch)) is None]
     if not missing:
         return
     stops = frozenset(stop_ids)
     with (
-        RunningTarget(model, head.needs.aux_layers) as target,
+        RunningTarget(load(), head.needs.aux_layers) as target,
         progress("eval/runtime", len(wanted), "batches", len(wanted) - len(missing)) as bar,
     ):
         _warm_up(config, target, head, missing[0][1])
@@ -121,14 +123,13 @@ def _warm_up(config: EvalConfig, target: RunningTarget, head: Head, batch: Seque
 
 def _decoding(config: EvalConfig, stops: frozenset[int], temperature: float, n: int, max_new_tokens: int) -> Decoding:
     sampling = Sampling(temperature, config.top_p, config.top_k, config.seed)
-    has_threshold = bool(n) and config.min_confidence is not None and max_new_tokens == config.max_new_tokens
     return Decoding(
         max_new_tokens,
         stops,
         n,
         sampling,
         is_draft_greedy=config.draft_sampling == "greedy",
-        min_confidence=config.min_confidence if has_threshold else None,
+        min_confidence=config.min_confidence,
     )
 
 

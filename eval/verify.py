@@ -73,7 +73,7 @@ def confident_length(confidence_BN: Tensor, min_confidence: float) -> Tensor:
     """Draft lengths int64 [B]: each draft ends before its first token of less confidence than this.
 
     Lossless at temperature > 0 only if a token's confidence was known before the token was drawn: it may depend on the
-    tokens before it, never on itself or later ones (DSpark paper, appendix A).
+    tokens before it, never on itself or later ones, or the output is biased (a test shows it).
     """
     return _prefix_length(confidence_BN >= min_confidence, None)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.chat import TemplateRefusal, prompt_ids
-from draftsmith.data.prompt_sources import PromptSource, read_source
-from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.data.prompt_sources import Prompt, PromptSource, read_source
+from draftsmith.data.prompts import read_prompts
 from draftsmith.eval.config import EvalConfig
 
 

@@ -42,8 +42,8 @@ class Estimate:
         """A few lines for a person."""
         lines = [
             f"tokens     {self.train_tokens:,} in training rows",
-            f"disk       {self.cache_bytes / _GIB:.2f} GiB of hidden states; {self.free_disk_bytes / _GIB:.1f} GiB are free",
-            f"memory     {self.memory_bytes / _GIB:.2f} GiB at the peak; {self.free_memory_bytes / _GIB:.1f} GiB are free",
+            f"disk       {_gib(self.cache_bytes)} of hidden states; {_gib(self.free_disk_bytes)} are free",
+            f"memory     {_gib(self.memory_bytes)} at the peak; {_gib(self.free_memory_bytes)} are free",
             f"time       about {_minutes(self.generation_s)} of generation, {_minutes(self.capture_s)} of capture, "
             f"{_minutes(self.training_s)} of training",
             *(f"assumed    {text}" for text in self.assumed),
@@ -55,13 +55,13 @@ class Estimate:
         problems = []
         if self.cache_bytes > self.free_disk_bytes:
             problems.append(
-                f"the hidden-states cache needs {self.cache_bytes / _GIB:.1f} GiB and {self.free_disk_bytes / _GIB:.1f} GiB "
-                "are free; use hidden_states.mode: online, fewer prompts, or another output_dir"
+                f"the hidden-states cache needs {_gib(self.cache_bytes)} and {_gib(self.free_disk_bytes)} are free; "
+                "use hidden_states.mode: online, fewer prompts, or another output_dir"
             )
         if self.memory_bytes > self.free_memory_bytes:
             problems.append(
-                f"the run needs {self.memory_bytes / _GIB:.1f} GiB of memory and {self.free_memory_bytes / _GIB:.1f} GiB are "
-                "free; lower responses.batch_size or train.tokens_per_batch, or use a larger machine"
+                f"the run needs {_gib(self.memory_bytes)} of memory and {_gib(self.free_memory_bytes)} are free; "
+                "lower responses.batch_size or train.tokens_per_batch, or use a larger machine"
             )
         if problems:
             raise ValueError("; ".join(problems))
@@ -163,6 +163,10 @@ def _existing_parent(folder: Path) -> Path:
     while not folder.exists():
         folder = folder.parent
     return folder
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.2f} GiB"
 
 
 def _minutes(seconds: float) -> str:

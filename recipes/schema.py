@@ -28,9 +28,7 @@ class ExportConfig(BaseModel, extra="forbid", frozen=True):
 
     layout: Literal["speculators", "plain"] = "speculators"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    num_speculative_tokens: int | None = Field(
-        None, ge=1, description="N in the exported config; default recommended N"
-    )
+    num_speculative_tokens: int = Field(3, ge=1, description="N that the exported config proposes to a server")
     target_name: str | None = Field(None, description="what a server resolves as target; default target.model")
     license: str | None = Field(None, description="of the model card")
 
@@ -120,8 +118,8 @@ def _contradictions(recipe: Recipe) -> list[str]:
     longest = recipe.rows.max_row_tokens
     if longest > recipe.train.tokens_per_batch:
         found.append(
-            f"rows.max_row_tokens is {longest} but train.tokens_per_batch is {recipe.train.tokens_per_batch}: longer rows "
-            "would never be trained on; raise train.tokens_per_batch or lower rows.max_row_tokens"
+            f"rows.max_row_tokens is {longest} but train.tokens_per_batch is {recipe.train.tokens_per_batch}: longer "
+            "rows would never be trained on; raise train.tokens_per_batch or lower rows.max_row_tokens"
         )
     if recipe.responses.engine == "transformers" and recipe.responses.endpoints:
         found.append(
@@ -130,8 +128,8 @@ def _contradictions(recipe: Recipe) -> list[str]:
         )
     if "replay" in recipe.eval.engines and recipe.responses.temperature > 0:
         found.append(
-            f"eval.engines holds replay but responses.temperature is {recipe.responses.temperature}: only greedy answers "
-            "can be replayed; remove replay or set responses.temperature: 0"
+            f"eval.engines holds replay but responses.temperature is {recipe.responses.temperature}: only greedy "
+            "answers can be replayed; remove replay or set responses.temperature: 0"
         )
     if not recipe.prompts.eval_count and not recipe.prompts.eval_sources:
         found.append(

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from draftsmith.eval.run import evaluate
 from torch import nn
 
 from draftsmith.data.artefact import Artefact, fingerprint, read_artefact, write_atomically
@@ -28,6 +27,7 @@ from draftsmith.data.rows import Rows, Split, build_rows, load_rows, provenance_
 from draftsmith.data.target import ResolvedTarget, resolve_target
 from draftsmith.data.vocab import DraftVocabulary, build_draft_vocab
 from draftsmith.eval.replay import make_probe
+from draftsmith.eval.run import evaluate
 from draftsmith.hidden_states.cache import Cache
 from draftsmith.hidden_states.parity import check_parity
 from draftsmith.hidden_states.record import Record
@@ -35,15 +35,23 @@ from draftsmith.hidden_states.stream import HiddenStatesConfig, build_states, op
 from draftsmith.hidden_states.vllm_server import launch
 from draftsmith.models.card import Card
 from draftsmith.models.checkpoint import save_head
-from draftsmith.models.export import export_head
+from draftsmith.models.export import ExportReport, export_head
 from draftsmith.models.head import Needs, load_method
 from draftsmith.models.target import FrozenTarget
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.engine import device_of_this_process
 from draftsmith.train.loop import fit
 
-# Drafts are exported for this N until an evaluation has recommended one.
-_DEFAULT_TOKENS = 3
+_CARD_COLUMNS = (
+    "workload",
+    "engine",
+    "num_speculative_tokens",
+    "mal",
+    "mal_low",
+    "mal_high",
+    "acceptance_rate",
+    "speedup",
+)
 
 
 class Run:
@@ -148,14 +156,12 @@ def hidden_states_stage(run: Run) -> None:
     endpoints = run.endpoints() if launches else ()
     with open_source(config, run.target, run.needs.aux_layers, run.folder / "logs", endpoints) as source:
         if not is_proven:
-            teacher = run.frozen(torch.float32).logits
-            report = check_parity(source, rows["train"], run.target, teacher=lambda last_TH: teacher(last_TH.float()))
+            frozen = run.frozen(torch.float32)
+            report = check_parity(source, rows["train"], run.target, teacher=lambda last: frozen.logits(last.float()))
             write_atomically(parity, json.dumps({"spec": wanted, **report.to_json()}, indent=1, default=str))
         for split, mode in todo:
             with progress(f"hidden states/{split}", len(rows[split]), "rows") as bar:
-                build_states(
-                    mode, source, rows[split], run.states_folder(split), lambda _record, bar=bar: bar.advance()
-                )  # type: ignore[misc]
+                build_states(mode, source, rows[split], run.states_folder(split), _advance(bar))
 
 
 def _advance(bar: Progress) -> Callable[[Record], None]:
@@ -235,21 +241,16 @@ def export_stage(run: Run) -> None:
     artefact = Artefact.open(run.folder / "export", "export", key)
     if artefact.is_done:
         return
-    report = _export(run, run.recipe.export.num_speculative_tokens or _DEFAULT_TOKENS, [])
+    report = _export(run, [])
     artefact.finish({"tensors": report.num_tensors, "bytes": report.num_bytes, "rounding_tv": report.rounding_tv})
 
 
-def _export(run: Run, num_tokens: int, acceptance: Sequence[dict[str, Any]]) -> Any:
+def _export(run: Run, acceptance: Sequence[dict[str, Any]]) -> ExportReport:
     recipe = run.recipe
     trained = read_artefact(run.folder / "train", "train")
-    responses = json.loads((run.folder / "responses" / "manifest.json").read_text())
     card = Card(
         recipe=recipe.to_yaml(),
-        data={
-            "prompts": [source.name for source in recipe.prompts.sources],
-            "training rows": read_artefact(run.folder / "rows", "rows").result["train"],
-            "answers": responses["key"],
-        },
+        data=_provenance(run),
         acceptance=acceptance,
         license=recipe.export.license,
     )
@@ -258,7 +259,7 @@ def _export(run: Run, num_tokens: int, acceptance: Sequence[dict[str, Any]]) -> 
         run.folder / "export" / "model",
         target=run.frozen(torch.float32),
         target_name=recipe.export.target_name or _served_name(run),
-        num_speculative_tokens=num_tokens,
+        num_speculative_tokens=recipe.export.num_speculative_tokens,
         layout=recipe.export.layout,
         dtype=recipe.export.dtype,
         card=card,
@@ -274,26 +275,20 @@ def _served_name(run: Run) -> str:
 def eval_stage(run: Run) -> None:
     """Measure, report, and write what was measured into the exported model card."""
     run.stop_server()
-    recipe = run.recipe
-    trained = read_artefact(run.folder / "train", "train")
+    recipe, folder = run.recipe, run.folder
+    trained = read_artefact(folder / "train", "train")
+    weights, exported = folder / "train" / trained.result["weights"], folder / "export" / "model"
+    rows = list(load_rows(folder / "rows", "eval"))
+    was_done = _is_done(folder / "eval")
     with ExitStack() as opened:
-        rows = load_rows(run.folder / "rows", "eval")
-        stream = opened.enter_context(
-            open_stream(run.eval_states, run.target, run.needs.aux_layers, rows, run.states_folder("eval"))
-        )
-        evaluate(
-            recipe.eval,
-            run.target,
-            run.folder / "train" / trained.result["weights"],
-            run.folder / "export" / "model",
-            list(rows),
-            stream,
-            run.folder,
-        )
-    report = read_report(run.folder)
-    if recipe.export.num_speculative_tokens is None or report:
-        chosen = recipe.export.num_speculative_tokens or report["recommended"]["num_speculative_tokens"]
-        _export(run, chosen, _card_rows(report))
+        stream = None
+        if rows:
+            states = run.states_folder("eval")
+            stream = opened.enter_context(open_stream(run.eval_states, run.target, run.needs.aux_layers, rows, states))
+        evaluate(recipe.eval, run.target, weights, exported, rows, stream, folder)
+    if not was_done:
+        measured = [cell for cells in read_report(folder)["workloads"].values() for cell in cells]
+        _export(run, [{name: cell.get(name) for name in _CARD_COLUMNS} for cell in measured])
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -302,10 +297,14 @@ def read_report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _card_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    columns = ("engine", "num_speculative_tokens", "mal", "acceptance_rate", "speedup")
-    rows = [(workload, cell) for workload, cells in report["workloads"].items() for cell in cells]
-    return [{"workload": workload} | {name: cell.get(name) for name in columns} for workload, cell in rows]
+def _provenance(run: Run) -> dict[str, dict[str, Any]]:
+    """What the data and the head came from, for the report and the model card."""
+    stages = {"Prompts": "prompts", "Responses": "responses", "Rows": "rows", "Training": "train"}
+    artefacts = {title: read_artefact(run.folder / name, name) for title, name in stages.items()}
+    facts: dict[str, dict[str, Any]] = {title: dict(found.result) for title, found in artefacts.items()}
+    facts["Responses"] |= artefacts["Responses"].manifest["key"]["config"]
+    facts["Training"] |= run.recipe.train.model_dump(mode="json", exclude_none=True)
+    return facts
 
 
 STAGES: dict[str, Callable[[Run], None]] = {

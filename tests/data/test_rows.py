@@ -220,6 +220,21 @@ def test_rows_that_the_target_did_not_generate_are_reported(tmp_path: Path) -> N
     ]
 
 
+def test_other_answers_under_equal_settings_are_noticed(tmp_path: Path) -> None:
+    folder = responses(tmp_path / "responses", [conversation("c", turn([5], [7]))])
+    build_rows(RowsConfig(), folder, tmp_path / "rows")
+    (folder / "train.jsonl").write_text(json.dumps(conversation("c", turn([5], [8]))) + "\n")
+    with pytest.raises(ValueError, match="files_sha256"):
+        build_rows(RowsConfig(), folder, tmp_path / "rows")
+
+
+def test_a_finished_stage_whose_file_is_gone_is_an_error(tmp_path: Path) -> None:
+    folder = responses(tmp_path / "responses", [conversation("c", turn([5], [7]))])
+    (folder / "eval.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"eval\.jsonl is missing, though its stage is finished"):
+        build_rows(RowsConfig(), folder, tmp_path / "rows")
+
+
 def test_an_unfinished_responses_stage_is_not_read(tmp_path: Path) -> None:
     Artefact.open(tmp_path / "responses", "responses", {})
     with pytest.raises(ValueError, match="a finished responses stage is needed"):

@@ -9,6 +9,8 @@ from toy_head import BigramHead, RecitingHead, greedy_table, plain_greedy, small
 from transformers import AutoModelForCausalLM
 
 from draftsmith.eval.decode import Decoded, DecodedBatch, Decoding, RunningTarget, decode
+from draftsmith.eval.sweep import explain_divergence
+from draftsmith.eval.workloads import Question
 from draftsmith.models.target import FrozenTarget
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [8, 4]]
@@ -102,7 +104,7 @@ def test_an_empty_prompt_and_a_head_without_confidences_are_refused() -> None:
     head = BigramHead(greedy_table(model, 1.0))
     with pytest.raises(ValueError, match="a prompt has no tokens"):
         run(model, head, settings(1), [[3], []])
-    with pytest.raises(ValueError, match="eval.min_confidence is set, but this head gives no confidences"):
+    with pytest.raises(ValueError, match=r"eval\.min_confidence is set, but this head gives no confidences"):
         run(model, head, settings(1, min_confidence=0.5), [[3]])
 
 
@@ -111,3 +113,14 @@ def test_a_batch_reports_its_times() -> None:
     with RunningTarget(model) as target:
         batch = decode(target, None, PROMPTS, settings(0))
     assert isinstance(batch, DecodedBatch) and 0 < batch.prefill_s < batch.seconds
+
+
+def test_a_divergence_is_located_and_measured() -> None:
+    model = small_model(vocab_size=16)
+    plain = plain_greedy(model, PROMPTS[2], 6, set())
+    other = [*plain[:3], (plain[3] + 1) % 16, *plain[4:]]
+    with RunningTarget(model) as target:
+        question = Question("p", tuple(PROMPTS[2]))
+        assert explain_divergence(target, question, plain, plain) is None
+        found = explain_divergence(target, question, plain, other)
+    assert found is not None and (found["position"], found["plain"]) == (3, plain[3]) and found["margin"] > 0

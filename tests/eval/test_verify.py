@@ -5,8 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from toy_head import BigramHead, small_model
 from torch import Tensor
+from toy_head import BigramHead, small_model
 
 from draftsmith.data.generate import Sampling, target_distribution
 from draftsmith.eval.decode import Decoding, RunningTarget, decode
