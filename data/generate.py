@@ -4,6 +4,7 @@ B slots, V vocabulary. A slot holds one prompt's sequence; all slots decode one 
 ended take the next prompts, prefilled together. Token ids are what the model produced; the stop token is included.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
@@ -42,14 +43,6 @@ class Answer:
     finish_reason: Literal["stop", "length"]
 
 
-@dataclass
-class _Slot:
-    index: int
-    draws: torch.Generator
-    limit: int
-    token_ids: list[int] = field(default_factory=list)
-
-
 class Engine:
     """A transformers causal LM prepared for decoding: its decoder, its lm_head, grouped attention, packed weights."""
 
@@ -75,7 +68,7 @@ class Engine:
         return RowCache(int(self.config.num_hidden_layers), batch_size, self.device)
 
     def forward(self, ids_BQ: Tensor, cache: RowCache) -> Tensor:
-        """Run the decoder over the next Q tokens of every sequence; post-norm states [B, Q, H]. Lengths stay as they are."""
+        """Run the decoder over the next Q tokens of every sequence; post-norm states [B, Q, H]. Lengths stay."""
         positions_BQ, mask = cache.begin(ids_BQ.shape[1])
         output = self.decoder(
             input_ids=ids_BQ,
@@ -110,74 +103,122 @@ def generate(
     Prompts are taken longest first, so that a prefill's prompts are of similar length and the last slots to run are
     short. A prompt's draws depend on its own seed only (`seeds`, else its index), never on its neighbours.
     """
-    engine = Engine(model)
-    waiting = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    cache = engine.cache(min(batch_size, len(prompts)))
-    slots: list[_Slot | None] = [None] * min(batch_size, len(prompts))
-    tokens_B = torch.zeros(len(slots), dtype=torch.int64, device=engine.device)
-    stops = set(stop_ids)
+    empty = [index for index, prompt in enumerate(prompts) if not prompt]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} has no tokens; the target needs at least one to start from")
+    waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
+    slots = _Slots(Engine(model), min(batch_size, len(prompts)), max_new_tokens, set(stop_ids), sampling, on_finished)
+    while waiting or slots.running:
+        # A prefill costs a pass of its own, so wait until a quarter of the slots is free.
+        while waiting and 4 * len(slots.free) >= len(slots.answers) and slots.free:
+            indices = _prefill_group(waiting, prompts, len(slots.free))
+            slots.fill(indices, [prompts[i] for i in indices], [seeds[i] if seeds else i for i in indices])
+        if not waiting:
+            slots.shrink()
+        if slots.running:
+            slots.step()
 
-    def take(rows: Sequence[int], logits_RV: Tensor) -> None:
-        """Choose a token for each of these slots; end the answers that it ends."""
-        chosen_R = _choose(logits_RV, [slots[row] for row in rows], sampling)
-        tokens_B[torch.tensor(rows, device=engine.device)] = chosen_R
-        for row, token in zip(rows, chosen_R.tolist(), strict=True):
-            slot = slots[row]
-            assert slot is not None
-            slot.token_ids.append(token)
-            if token in stops or len(slot.token_ids) == slot.limit:
-                on_finished(Answer(slot.index, slot.token_ids, "stop" if token in stops else "length"))
-                slots[row] = None
 
-    while True:
-        free = [row for row, slot in enumerate(slots) if slot is None]
-        # A prefill costs a pass of its own: wait until a quarter of the slots is free, unless nothing else is running.
-        while waiting and (len(free) >= max(1, len(slots) // 4)):
-            rows = free[: min(len(free), len(waiting))]
-            indices = [waiting.pop() for _ in rows]
-            for row, index in zip(rows, indices, strict=True):
-                seed = sampling.seed * 1_000_003 + (seeds[index] if seeds else index)
-                slots[row] = _Slot(index, torch.Generator().manual_seed(seed), max_new_tokens)
-            take(rows, _prefill(engine, cache, rows, [prompts[index] for index in indices]))
-            free = [row for row, slot in enumerate(slots) if slot is None]
-        running = [row for row, slot in enumerate(slots) if slot is not None]
-        if not running:
-            return
-        if not waiting and len(running) <= 0.75 * len(slots):
-            cache.select(torch.tensor(running, device=engine.device))
-            slots, tokens_B = [slots[row] for row in running], tokens_B[running]
-            running = list(range(len(slots)))
-        states_BH = engine.forward(tokens_B[:, None], cache)[:, 0]
-        cache.lengths_B += 1
-        if len(running) < len(slots):
-            cache.lengths_B[[row for row, slot in enumerate(slots) if slot is None]] = 0
+def _prefill_group(waiting: deque[int], prompts: Sequence[Sequence[int]], num_free: int) -> list[int]:
+    """Take the next prompts off the queue: as many as there are free slots, within a pass's memory."""
+    longest = len(prompts[waiting[0]])
+    count = min(num_free, len(waiting), max(1, _MAX_PREFILL_TOKENS // longest))
+    return [waiting.popleft() for _ in range(count)]
+
+
+@dataclass
+class _Running:
+    """An answer that is being generated."""
+
+    index: int
+    draws: torch.Generator
+    token_ids: list[int] = field(default_factory=list)
+
+
+class _Slots:
+    """The batch: one row of the cache per slot, each with the answer that runs in it or None."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        size: int,
+        max_new_tokens: int,
+        stop_ids: set[int],
+        sampling: Sampling,
+        on_finished: Callable[[Answer], None],
+    ) -> None:
+        self.engine, self.max_new_tokens, self.stop_ids = engine, max_new_tokens, stop_ids
+        self.sampling, self.on_finished = sampling, on_finished
+        self.cache = engine.cache(size)
+        self.answers: list[_Running | None] = [None] * size
+        self.tokens_B = torch.zeros(size, dtype=torch.int64, device=engine.device)  # each slot's last token
+
+    @property
+    def free(self) -> list[int]:
+        """Slots without an answer."""
+        return [slot for slot, answer in enumerate(self.answers) if answer is None]
+
+    @property
+    def running(self) -> list[int]:
+        """Slots with an answer."""
+        return [slot for slot, answer in enumerate(self.answers) if answer is not None]
+
+    def fill(self, indices: Sequence[int], prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+        """Prefill these prompts together, put them into free slots, and choose their first tokens."""
+        slots = self.free[: len(indices)]
+        for slot, index, seed in zip(slots, indices, seeds, strict=True):
+            draws = torch.Generator().manual_seed(self.sampling.seed * _SEED_STRIDE + seed)
+            self.answers[slot] = _Running(index, draws)
+        device = self.engine.device
+        lengths_R = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        ids_RT = torch.zeros(len(prompts), int(lengths_R.max()), dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids_RT[row, : len(prompt)] = torch.tensor(list(prompt))
+        fresh = self.engine.cache(len(prompts))
+        states_RTH = self.engine.forward(ids_RT.to(device), fresh)  # causal: right padding is invisible to real tokens
+        fresh.advance(lengths_R)
+        self.cache.put(torch.tensor(slots, device=device), fresh)
+        self._take(slots, states_RTH[torch.arange(len(prompts), device=device), lengths_R - 1])
+
+    def step(self) -> None:
+        """Decode one token in every running slot."""
+        running = self.running
+        states_BH = self.engine.forward(self.tokens_B[:, None], self.cache)[:, 0]
+        self.cache.advance(1)
+        if len(running) < len(self.answers):  # a free slot is run along, on one token and without logits
+            self.cache.reset_rows(torch.tensor(self.free, device=self.engine.device))
             states_BH = states_BH[running]
-        take(running, engine.logits(states_BH))
+        self._take(running, states_BH)
+
+    def shrink(self) -> None:
+        """Drop free slots when enough are free to repay copying the cache."""
+        running = self.running
+        if running and len(running) <= 0.75 * len(self.answers):
+            self.cache.select(torch.tensor(running, device=self.engine.device))
+            self.answers, self.tokens_B = [self.answers[slot] for slot in running], self.tokens_B[running]
+
+    def _take(self, slots: Sequence[int], states_RH: Tensor) -> None:
+        """Choose a token for each of these slots; end the answers that it ends."""
+        answers = [answer for slot in slots if (answer := self.answers[slot]) is not None]
+        chosen_R = _choose(self.engine.logits(states_RH), [answer.draws for answer in answers], self.sampling)
+        self.tokens_B[list(slots)] = chosen_R
+        for slot, answer, token in zip(slots, answers, chosen_R.tolist(), strict=True):
+            answer.token_ids.append(token)
+            if token in self.stop_ids or len(answer.token_ids) == self.max_new_tokens:
+                self.answers[slot] = None
+                reason: Literal["stop", "length"] = "stop" if token in self.stop_ids else "length"
+                self.on_finished(Answer(answer.index, answer.token_ids, reason))
 
 
-def _prefill(engine: Engine, cache: RowCache, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Run new prompts and put them into their slots; logits [R, V] after each prompt's last token."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=engine.device)
-    ids_RT = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64, device=engine.device)
-    for row, prompt in enumerate(prompts):
-        ids_RT[row, : len(prompt)] = torch.tensor(list(prompt))
-    fresh = engine.cache(len(prompts))
-    states_RTH = engine.forward(ids_RT, fresh)  # right padding is invisible to real tokens: attention is causal
-    fresh.lengths_B = lengths
-    cache.put(torch.tensor(rows, device=engine.device), fresh)
-    return engine.logits(states_RTH[torch.arange(len(prompts), device=engine.device), lengths - 1])
-
-
-def _choose(logits_RV: Tensor, slots: Sequence[_Slot | None], sampling: Sampling) -> Tensor:
+def _choose(logits_RV: Tensor, draws: Sequence[torch.Generator], sampling: Sampling) -> Tensor:
+    """The next token of each row, by inversion of the cumulative distribution at the row's own draw."""
     if sampling.temperature == 0:
         return greedy(logits_RV)
-    probs_RV = target_distribution(logits_RV, sampling)
-    draws = [torch.rand((), generator=slot.draws) for slot in slots if slot is not None]
-    points_R1 = torch.stack(draws).to(probs_RV.device)[:, None]
-    cumulative_RV = probs_RV.double().cumsum(-1)
-    return torch.searchsorted(cumulative_RV, points_R1.double() * cumulative_RV[:, -1:], right=True)[:, 0].clamp_max(
-        probs_RV.shape[-1] - 1
-    )
+    cumulative_RV = target_distribution(logits_RV, sampling).double().cumsum(-1)
+    points_R = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in draws])
+    # Scaled by the sum, which rounding keeps off 1; `right` never lands on a token of probability 0.
+    points_R1 = points_R.to(logits_RV.device)[:, None] * cumulative_RV[:, -1:]
+    return torch.searchsorted(cumulative_RV, points_R1, right=True)[:, 0].clamp_max(logits_RV.shape[-1] - 1)
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -199,9 +240,13 @@ def target_distribution(logits: Tensor, sampling: Sampling) -> Tensor:
         kth = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     probs = torch.softmax(logits, dim=-1)
-    if sampling.top_p < 1:
+    return _nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """The most likely tokens that first reach `top_p` together, normalised. A full sort is slow and seldom needed."""
+    ordered, order = probs.topk(min(_TOP_CANDIDATES, probs.shape[-1]), dim=-1)
+    if bool((ordered.sum(-1) < top_p).any()):
         ordered, order = probs.sort(dim=-1, descending=True)
-        is_beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        probs = probs.masked_fill(torch.zeros_like(is_beyond).scatter(-1, order, is_beyond), 0.0)
-        probs = probs / probs.sum(-1, keepdim=True)
-    return probs
+    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ordered / ordered.sum(-1, keepdim=True))

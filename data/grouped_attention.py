@@ -55,8 +55,8 @@ def _grouped_attention(
         attention_mask = torch.ones(num_queries, slots, dtype=torch.bool, device=query.device).tril(slots - num_queries)
         attention_mask = attention_mask[None, None]
     if attention_mask is not None:  # one query needs no copy of its mask
-        attention_mask = attention_mask.expand(-1, -1, shared, -1) if num_queries == 1 else (
-            attention_mask.repeat(1, 1, shared, 1)
+        attention_mask = (
+            attention_mask.expand(-1, -1, shared, -1) if num_queries == 1 else (attention_mask.repeat(1, 1, shared, 1))
         )
     attended = F.scaled_dot_product_attention(
         query.reshape(batch, num_groups, shared * num_queries, width), key, value, attention_mask, scale=scaling

@@ -201,7 +201,7 @@ def _disk(probe: Probe) -> Iterator[Finding]:
             "warn",
             "disk",
             f"{gib:.1f} GiB free in this folder",
-            f"the environments and a small run take about {_DISK_GIB} GiB; `draftsmith check RECIPE` says what a run takes",
+            f"the environments and a small run take about {_DISK_GIB} GiB; see also `draftsmith check RECIPE`",
         )
     else:
         yield Finding("ok", "disk", f"{gib:.1f} GiB free in this folder")
