@@ -9,11 +9,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+
+_CTRL_C = 130  # 128 + SIGINT
+_SHOWN_N = 3  # the proposal length that figures of other projects are mostly given for
 
 app = typer.Typer(
     name="draftsmith",
@@ -25,20 +28,35 @@ app = typer.Typer(
 states_app = typer.Typer(help="The cache of the target's hidden states.", no_args_is_help=True)
 app.add_typer(states_app, name="hidden-states")
 
+
+@app.callback()
+def options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="show the traceback of an error; also after the command")
+    ] = False,
+) -> None:
+    """Train the small draft heads that make large language models answer faster, and prove what they gain."""
+    if debug:
+        os.environ["DRAFTSMITH_DEBUG"] = "1"
+
+
 RecipePath = Annotated[Path, typer.Argument(help="the recipe, a YAML file")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="override a setting; repeatable")]
-_SHOWN_N = 3  # the proposal length that figures of other projects are mostly given for
 Folder = Annotated[Path, typer.Argument(help="a cache folder, such as runs/NAME/hidden_states/train")]
 
 
 @app.command()
 def run(
     recipe: RecipePath,
-    first: Annotated[str, typer.Option("--from", help="first stage")] = "prompts",
-    last: Annotated[str, typer.Option("--to", help="last stage")] = "eval",
+    first: Annotated[str, typer.Option("--from", metavar="STAGE", help="first stage")] = "target",
+    last: Annotated[str, typer.Option("--to", metavar="STAGE", help="last stage")] = "eval",
     overrides: Overrides = None,
 ) -> None:
-    """Run a recipe: prompts, responses, rows, hidden states, training, export, evaluation, report."""
+    """Run a recipe: prompts, responses, rows, hidden states, training, export, evaluation, report.
+
+    The stages are target, prompts, responses, rows, hidden_states, train, export and eval. What is finished is skipped,
+    what was interrupted continues; settings that changed since are refused, naming them.
+    """
     from draftsmith.recipes.schema import load_recipe
     from draftsmith.recipes.stages import read_report, run_stages
 
@@ -165,32 +183,41 @@ def summary(report: dict[str, Any], path: Path) -> str:
 
 
 def main() -> NoReturn:
-    """Entry point. Errors that the user can mend are one message, without a traceback (DRAFTSMITH_DEBUG=1 shows it)."""
+    """Entry point. Errors that the user can mend are one message, without a traceback (`--debug` shows it)."""
     logging.captureWarnings(True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Before torch is imported: threads that spin at OpenMP's barriers make decoding on a busy CPU five times as slow.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _terminate)
+    # Wherever it stands: after a failure one appends it to the same command.
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    if len(arguments) < len(sys.argv) - 1:
+        os.environ["DRAFTSMITH_DEBUG"] = "1"
+    sys.exit(_exit_code(arguments))
+
+
+def _exit_code(arguments: Sequence[str]) -> int:
+    """Run a command; errors become a message and a code."""
     try:
-        app(standalone_mode=False)
-        code = 0
-    except typer.Exit as stop:
-        code = stop.exit_code
+        # Not `standalone`, so that errors come here; typer then returns the code of an Exit, and 130 after Ctrl-C.
+        returned = app(list(arguments), standalone_mode=False)
+        code = returned if isinstance(returned, int) else 0
+        return _interrupted() if code == _CTRL_C else code
     except KeyboardInterrupt:
-        code = _say("interrupted; what is finished is kept, run the same command to continue", 130)
+        return _interrupted()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
+        return stop.code if isinstance(stop.code, int) else 1
     except Exception as error:
-        if os.environ.get("DRAFTSMITH_DEBUG") or not isinstance(
-            error, ValueError | RuntimeError | OSError | typer.Abort
-        ):
-            usage = getattr(error, "format_message", None)  # click's usage errors
-            if usage is None:
-                raise
-            code = _say(usage(), 2)
-        else:
-            code = _say(str(error), 1)
-    sys.exit(code)
+        usage = getattr(error, "format_message", None)  # of what is wrong with the command line
+        if usage is not None:
+            return _say(f"{usage()} (`draftsmith --help`)", 2) if usage() else 2
+        if os.environ.get("DRAFTSMITH_DEBUG") or not isinstance(error, ValueError | RuntimeError | OSError):
+            raise
+        return _say(str(error), 1)
+
+
+def _interrupted() -> int:
+    return _say("interrupted; what is finished is kept, run the same command to continue", _CTRL_C)
 
 
 def _terminate(*_: object) -> NoReturn:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from draftsmith.data.artefact import Artefact, fingerprint, read_artefact, write_atomically
+from draftsmith.data.artefact import MANIFEST, Artefact, fingerprint, read_artefact, write_atomically
 from draftsmith.data.progress import Progress, progress
 from draftsmith.data.prompts import build_prompts
 from draftsmith.data.responses import generate_responses
@@ -30,9 +30,9 @@ from draftsmith.eval.replay import make_probe
 from draftsmith.eval.run import evaluate
 from draftsmith.hidden_states.cache import Cache
 from draftsmith.hidden_states.parity import check_parity
-from draftsmith.hidden_states.record import Record
+from draftsmith.hidden_states.record import CaptureSpec, Record
 from draftsmith.hidden_states.stream import HiddenStatesConfig, build_states, open_source, open_stream, spec_for
-from draftsmith.hidden_states.vllm_server import launch
+from draftsmith.hidden_states.vllm_server import ServerConfig, launch, vllm_python
 from draftsmith.models.card import Card
 from draftsmith.models.checkpoint import save_head
 from draftsmith.models.export import ExportReport, export_head
@@ -43,7 +43,6 @@ from draftsmith.train.engine import device_of_this_process
 from draftsmith.train.loop import fit
 
 _CARD_COLUMNS = (
-    "workload",
     "engine",
     "num_speculative_tokens",
     "mal",
@@ -85,7 +84,10 @@ class Run:
         """The text part of the target's transformers config."""
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.target.path, local_files_only=True).get_text_config()
+        trust = self.target.trust_remote_code
+        return AutoConfig.from_pretrained(
+            self.target.path, local_files_only=True, trust_remote_code=trust
+        ).get_text_config()
 
     def frozen(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> FrozenTarget:
         """The target's frozen ends."""
@@ -115,6 +117,36 @@ class Run:
     def states_folder(self, split: str) -> Path:
         """The cache of one split."""
         return self.folder / "hidden_states" / split
+
+
+def target_stage(run: Run) -> None:
+    """Find the target, and refuse what does not go with it, or with this machine, before hours of work."""
+    needs, vocab_size = run.needs, int(run.frozen_config.vocab_size)
+    draft_vocab_size = getattr(run.recipe.model, "draft_vocab_size", None)
+    if draft_vocab_size is not None and draft_vocab_size > vocab_size:
+        raise ValueError(
+            f"model.draft_vocab_size is {draft_vocab_size}, but the vocabulary of {run.target.name} has {vocab_size} "
+            "tokens; give at most that, or leave it out to draft from all of them"
+        )
+    for setting, server in _servers_to_launch(run):
+        try:
+            vllm_python(server)
+        except ValueError as error:
+            raise ValueError(f"{setting} is vllm: {error}") from error
+    print(f"target {run.target.name}: {run.target.path}, layers {', '.join(map(str, needs.aux_layers))}", flush=True)
+
+
+def _servers_to_launch(run: Run) -> list[tuple[str, ServerConfig]]:
+    """Which settings still ask this machine for a vLLM server."""
+    recipe, found = run.recipe, []
+    if recipe.responses.engine == "vllm" and not recipe.responses.endpoints and not _is_done(run.folder / "responses"):
+        found.append(("responses.engine", recipe.hidden_states.server))
+    captures = recipe.hidden_states.source == "vllm" and not recipe.hidden_states.endpoints
+    if captures and not _is_done(run.folder / "train"):
+        found.append(("hidden_states.source", recipe.hidden_states.server))
+    if "vllm" in recipe.eval.engines and not _is_done(run.folder / "eval"):
+        found.append(("an engine in eval.engines", recipe.eval.server))
+    return found
 
 
 def prompts_stage(run: Run) -> None:
@@ -148,7 +180,7 @@ def hidden_states_stage(run: Run) -> None:
     todo = [
         (split, mode)
         for split, mode in splits
-        if rows[split] and not _holds(run.states_folder(split), mode, rows[split])
+        if rows[split] and not _holds(run.states_folder(split), mode, spec, rows[split])
     ]
     if is_proven and not todo:
         return
@@ -170,7 +202,7 @@ def _advance(bar: Progress) -> Callable[[Record], None]:
 
 def train_stage(recipe: Recipe) -> None:
     """Train the head. Under `accelerate launch` every rank calls this; rank 0 alone writes the manifest."""
-    with Run(recipe) as run:
+    with only_writer(recipe.output_dir) if _is_main() else nullcontext(), Run(recipe) as run:
         _train(run)
 
 
@@ -186,7 +218,7 @@ def _train(run: Run) -> None:
         "states": spec.to_json(),
         "rows": read_artefact(run.folder / "rows", "rows").fingerprint,
     }
-    is_main = int(os.environ.get("RANK", "0")) == 0
+    is_main = _is_main()
     if is_main:
         artefact = Artefact.open(folder, "train", key)
         write_atomically(folder / "recipe.yaml", recipe.to_yaml())
@@ -199,8 +231,7 @@ def _train(run: Run) -> None:
     torch.manual_seed(recipe.train.seed)
     vocabulary = _draft_vocabulary(recipe, train_rows, frozen)
     head = load_method(recipe.method).Head(recipe.model, frozen, None if vocabulary is None else vocabulary.kept_ids)
-    launches = recipe.hidden_states.source == "vllm" and recipe.hidden_states.mode != "offline"
-    endpoints = run.endpoints() if launches and not recipe.hidden_states.endpoints else ()
+    endpoints = run.endpoints() if _launches_while_training(recipe) else ()
     layers = run.needs.aux_layers
     with ExitStack() as opened:
         stream = opened.enter_context(
@@ -232,6 +263,22 @@ def _train(run: Run) -> None:
                 "draft_vocabulary_coverage": None if vocabulary is None else round(vocabulary.coverage, 6),
             }
         )
+
+
+def _is_main() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def _launches_while_training(recipe: Recipe) -> bool:
+    states = recipe.hidden_states
+    launches = states.source == "vllm" and states.mode != "offline" and not states.endpoints
+    if launches and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"hidden_states.mode is {states.mode} with source vllm in a run of {os.environ['WORLD_SIZE']} processes, "
+            "each of which would launch a server; give the URLs of running ones as hidden_states.endpoints, or set "
+            "hidden_states.mode: offline"
+        )
+    return launches
 
 
 def export_stage(run: Run) -> None:
@@ -279,16 +326,20 @@ def eval_stage(run: Run) -> None:
     trained = read_artefact(folder / "train", "train")
     weights, exported = folder / "train" / trained.result["weights"], folder / "export" / "model"
     rows = list(load_rows(folder / "rows", "eval"))
-    was_done = _is_done(folder / "eval")
     with ExitStack() as opened:
         stream = None
         if rows:
             states = run.states_folder("eval")
             stream = opened.enter_context(open_stream(run.eval_states, run.target, run.needs.aux_layers, rows, states))
         evaluate(recipe.eval, run.target, weights, exported, rows, stream, folder)
-    if not was_done:
-        measured = [cell for cells in read_report(folder)["workloads"].values() for cell in cells]
-        _export(run, [{name: cell.get(name) for name in _CARD_COLUMNS} for cell in measured])
+    measured = [(name, cell) for name, cells in read_report(folder)["workloads"].items() for cell in cells]
+    acceptance = [
+        {"workload": name, **{column: cell.get(column) for column in _CARD_COLUMNS}} for name, cell in measured
+    ]
+    note = folder / "export" / "card.json"  # which figures the card shows, so that it follows a wider evaluation
+    if not note.is_file() or json.loads(note.read_text()) != acceptance:
+        _export(run, acceptance)
+        write_atomically(note, json.dumps(acceptance, indent=1))
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -308,6 +359,7 @@ def _provenance(run: Run) -> dict[str, dict[str, Any]]:
 
 
 STAGES: dict[str, Callable[[Run], None]] = {
+    "target": target_stage,
     "prompts": prompts_stage,
     "responses": responses_stage,
     "rows": rows_stage,
@@ -318,7 +370,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
 }
 
 
-def run_stages(recipe: Recipe, first: str = "prompts", last: str = "eval") -> None:
+def run_stages(recipe: Recipe, first: str = "target", last: str = "eval") -> None:
     """Run the stages from `first` to `last`. Raises ValueError for unknown names or the wrong order."""
     names = list(STAGES)
     for option, name in (("--from", first), ("--to", last)):
@@ -329,6 +381,8 @@ def run_stages(recipe: Recipe, first: str = "prompts", last: str = "eval") -> No
         raise ValueError(f"--from {first} comes after --to {last}; the order is {', '.join(names)}")
     with only_writer(recipe.output_dir), Run(recipe) as run:
         write_atomically(recipe.output_dir / "recipe.yaml", recipe.to_yaml())
+        if chosen[0] not in ("target", "prompts"):
+            target_stage(run)
         for name in chosen:
             print(f"== {name}", flush=True)
             captures_later = recipe.hidden_states.source == "vllm" and recipe.hidden_states.mode != "offline"
@@ -364,15 +418,14 @@ def _draft_vocabulary(recipe: Recipe, rows: Rows, frozen: FrozenTarget) -> Draft
 
 
 def _is_done(folder: Path) -> bool:
-    manifest = folder / "manifest.json"
+    manifest = folder / MANIFEST
     return manifest.is_file() and json.loads(manifest.read_text()).get("state") == "done"
 
 
-def _holds(folder: Path, config: HiddenStatesConfig, rows: Rows) -> bool:
-    """Whether this split's cache needs nothing more before training."""
-    if config.mode == "online":
-        return True
-    if not _is_done(folder):
-        return False
-    cache = Cache.open(folder)
-    return all(row.row_id in cache for row in rows)
+def _holds(folder: Path, config: HiddenStatesConfig, spec: CaptureSpec, rows: Rows) -> bool:
+    """Whether this split's cache needs nothing more before training. Raises ValueError when it is of another spec:
+    before the target is loaded, and before the parity of the new one is recorded."""
+    if config.mode == "online" or not (folder / MANIFEST).is_file():
+        return config.mode == "online"
+    cache = Cache.create(folder, spec, config.cache)
+    return cache.artefact.is_done and all(row.row_id in cache for row in rows)

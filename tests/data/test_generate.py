@@ -64,7 +64,7 @@ def mistral() -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mistral"])
 def test_a_refilled_ragged_batch_equals_generate_one_by_one_token_for_token(kind: str, tmp_path: Path) -> None:
     window = {"sliding_window": 8} if kind == "gemma3" else {}
-    model = mistral() if kind == "mistral" else load(tiny_target(tmp_path, kind, num_hidden_layers=4, **window))
+    model = mistral() if kind == "mistral" else load(tiny_target(tmp_path, kind, **window))
     prompts = some_prompts(11)
     never_stopped = one_by_one(model, prompts, [513], 20)
     stops = sorted({EOS, never_stopped[0][4], never_stopped[3][9]})  # so that answers end at different places
@@ -137,7 +137,9 @@ def test_a_prompt_without_tokens_is_refused_and_no_prompts_are_no_work(llama: An
     assert answers(llama, []) == []
 
 
-def test_prompts_beyond_one_prefills_memory_are_prefilled_in_groups(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beyond_one_prefills_memory_are_prefilled_in_groups(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = some_prompts(8)
     whole = answers(llama, prompts, batch_size=8)
     monkeypatch.setattr("draftsmith.data.generate._MAX_PREFILL_TOKENS", 40)
