@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 _GROWTH = 128  # slots added at a time, so that re-allocation is rare
 
 
-class _RowLayer(CacheLayerMixin):
+class _RowLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values [B, g, S, D], contiguous per sequence."""
 
     is_compileable = False
@@ -70,7 +70,7 @@ class _RowLayer(CacheLayerMixin):
         return self.owner.end, 0
 
 
-class RowCache(Cache):
+class RowCache(Cache):  # type: ignore[misc]
     """A transformers cache for one batch. Call `begin` before every forward pass, and `advance` after it."""
 
     def __init__(self, num_layers: int, batch_size: int, device: torch.device | str = "cpu") -> None:
@@ -137,7 +137,7 @@ class RowCache(Cache):
 
 
 def mask_BHQS(positions_BQ: Tensor, end: int, window: int | None = None) -> Tensor:
-    """bool [B, 1, Q, S]: a query sees the slots up to its position, as far back as the window reaches if there is one."""
+    """bool [B, 1, Q, S]: a query sees the slots up to its position, as far back as the window (if any) reaches."""
     distance_BQS = positions_BQ[:, :, None] - torch.arange(end, device=positions_BQ.device)
     is_seen_BQS = distance_BQS >= 0
     if window is not None:

@@ -25,7 +25,7 @@ def pack_linears(module: nn.Module, rows: int) -> int:
         return 0
     for layer in layers:
         if not hasattr(layer, "packed_rows"):
-            layer.forward = _packed_forward(layer.weight.detach(), layer.bias, rows)  # type: ignore[method-assign]
+            layer.forward = _packed_forward(layer.weight.detach(), layer.bias, rows)  # type: ignore[method-assign,assignment]
             layer.packed_rows = rows  # type: ignore[assignment]
     return len(layers)
 
@@ -35,7 +35,7 @@ def _can_pack(layer: nn.Linear) -> bool:
         layer.weight.dtype == torch.bfloat16
         and layer.weight.device.type == "cpu"
         and not layer.weight.requires_grad
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 

@@ -1,4 +1,4 @@
-"""The target answers every prompt, turn by turn; each finished conversation is one line of responses/{train,eval}.jsonl.
+"""The target answers every prompt, turn by turn; a finished conversation is one line of responses/{train,eval}.jsonl.
 
     {"id", "source", "turns": [{"prompt_ids", "response_ids", "finish_reason"}, ...], "provenance": {...}}
 
@@ -26,7 +26,8 @@ from draftsmith.data.chat import TemplateRefusal, answer_text, prompt_ids
 from draftsmith.data.endpoint import EndpointError, Endpoints
 from draftsmith.data.generate import Answer, Sampling, generate
 from draftsmith.data.progress import Progress, progress
-from draftsmith.data.prompts import Prompt, read_prompts
+from draftsmith.data.prompt_sources import Prompt
+from draftsmith.data.prompts import read_prompts
 from draftsmith.data.target import ResolvedTarget, load_model, load_tokenizer, stop_token_ids
 
 _SYNC_SECONDS = 2.0  # the longest that finished answers wait for the disk
@@ -269,7 +270,7 @@ class _Budget:
         lost = sum(self.counts.values())
         if self.total and lost > self.share * self.total:
             raise RuntimeError(
-                f"{lost} of {self.total} conversations failed or were skipped ({dict(self.counts)}), which is more than "
+                f"{lost} of {self.total} conversations failed or were skipped ({dict(self.counts)}), more than "
                 f"responses.failure_budget {self.share} allows{self.last}. What was answered is kept; mend the cause "
                 "and run the same command again."
             )

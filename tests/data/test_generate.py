@@ -137,7 +137,9 @@ def test_a_prompt_without_tokens_is_refused_and_no_prompts_are_no_work(llama: An
     assert answers(llama, []) == []
 
 
-def test_prompts_beyond_one_prefills_memory_are_prefilled_in_groups(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_beyond_one_prefills_memory_are_prefilled_in_groups(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = some_prompts(8)
     whole = answers(llama, prompts, batch_size=8)
     monkeypatch.setattr("draftsmith.data.generate._MAX_PREFILL_TOKENS", 40)
