@@ -11,7 +11,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError
 
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.responses import ResponsesConfig
@@ -49,16 +49,15 @@ class Recipe(BaseModel, extra="forbid", frozen=True, arbitrary_types_allowed=Tru
     export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _keep(cls, value: Any) -> Any:
-        return value
-
     def to_yaml(self) -> str:
         """The resolved recipe, readable by load_recipe again."""
         data = self.model_dump(mode="json", exclude={"method", "model"})
         data["model"] = {"method": self.method, **self.model.model_dump(mode="json")}
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+class _Unreadable(BaseModel):
+    """Stands in for a model section that is wrong, so that the other sections are judged all the same."""
 
 
 class RecipeError(ValueError):
@@ -100,7 +99,7 @@ def parse_recipe(data: Mapping[str, Any], source: str) -> Recipe:
             problems.append(_nearest(str(error), str(raw["method"]), available_methods()))
         except TypeError:
             problems.append("model: its keys must be words")
-    raw["model"] = settings if settings is not None else BaseModel()
+    raw["model"] = settings if settings is not None else _Unreadable()
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
