@@ -4,113 +4,191 @@ Each request goes to the endpoint with the fewest requests in flight. A failed r
 jittered pause, preferably elsewhere; what fails for good is the caller's to count.
 """
 
+import asyncio
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
-_FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
+_CONNECT_TIMEOUT_S = 10.0
+_HEALTH_INTERVAL_S = 0.5
+_TRANSIENT = {408, 425, 429}  # and 5xx: overload, restart, proxy; any other status refuses the request itself
 
 
 class EndpointError(RuntimeError):
-    """A request failed for good: refused by the server, or still failing after all retries."""
+    """A request failed for good: refused by the server, answered wrongly, or still failing after all retries."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long one request may take and how it is tried again."""
+
+    timeout_s: float = 600.0
+    max_retries: int = 5
+    first_pause_s: float = 0.5  # doubles with each retry; each pause is drawn between half and one and a half of it
+    longest_pause_s: float = 30.0
 
 
 @dataclass(frozen=True)
 class Completion:
     """One answer: the ids that the server generated, and what else it said about the request."""
 
-    prompt_ids: list[int]
     token_ids: list[int]
-    finish_reason: str
-    kv_transfer_params: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+    kv_transfer_params: dict[str, Any] | None  # of an extraction server: where the hidden states lie
+
+
+class _Choice(BaseModel):
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice]
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Endpoints:
-    """Thread-safe; share one among worker threads. Close it, or use it as a context manager."""
+    """The servers of one run, with at most `concurrency` requests in flight over all. An async context manager."""
 
-    def __init__(self, urls: Sequence[str], timeout_s: float = 600.0, max_retries: int = 5) -> None:
+    def __init__(self, urls: Sequence[str], concurrency: int, policy: RetryPolicy | None = None) -> None:
         if not urls:
-            raise ValueError("no endpoint was given; set responses.endpoints or let the run launch a server")
-        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self.max_retries = max_retries
+            raise ValueError(
+                "responses.endpoints is empty and no server was launched; give the URL of a running server"
+            )
+        self.urls = [base_url(url) for url in urls]
+        self.policy = policy or RetryPolicy()
         # trust_env off: a proxy from the environment must not see requests to a loopback server.
-        self._client = httpx.Client(timeout=httpx.Timeout(timeout_s, connect=10.0), trust_env=False)
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(self.policy.timeout_s, connect=_CONNECT_TIMEOUT_S, pool=None),
+            # Requests beyond the limit wait for a connection (pool=None: as long as it takes).
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+            trust_env=False,
+        )
         self._in_flight: Counter[str] = Counter()
-        self._lock = threading.Lock()
 
-    def __enter__(self) -> "Endpoints":
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._client.close()
-
-    def model_name(self) -> str:
-        """The model that the first endpoint serves."""
-        data = self._send("GET", "/v1/models", None)["data"]
-        return str(data[0]["id"])
-
-    def server_version(self) -> str:
-        """The server's own version, or 'unknown'."""
+    async def model_name(self) -> str:
+        """The model that all endpoints serve. Raises ValueError when they serve different ones."""
+        answers = await asyncio.gather(*(self._send("GET", "/v1/models", None, url) for url in self.urls))
         try:
-            return str(self._send("GET", "/version", None)["version"])
+            names = [str(answer["data"][0]["id"]) for answer in answers]
+        except (KeyError, IndexError, TypeError) as error:
+            raise EndpointError(f"{self.urls} do not list their model at /v1/models ({error!r})") from error
+        if len(set(names)) > 1:
+            served = ", ".join(f"{url}: {name}" for url, name in zip(self.urls, names, strict=True))
+            raise ValueError(f"responses.endpoints serve different models ({served}); give servers of one target")
+        return names[0]
+
+    async def server_version(self) -> str:
+        """The first server's own version, or 'unknown' (OpenAI's interface knows none; vLLM's does)."""
+        try:
+            return str((await self._send("GET", "/version", None, self.urls[0]))["version"])
         except (EndpointError, KeyError):
             return "unknown"
 
-    def complete(self, model: str, prompt_ids: Sequence[int], **options: Any) -> Completion:
-        """Generate from token ids. Raises EndpointError; also when the server does not return token ids."""
-        body = {"model": model, "prompt": list(prompt_ids), "return_token_ids": True, **options}
-        answer = self._send("POST", "/v1/completions", body)
-        choice = answer["choices"][0]
-        token_ids = choice.get("token_ids")
-        if token_ids is None:
-            raise EndpointError(
-                "the server returned no token_ids; it must support return_token_ids (vLLM does), because text that is "
-                "tokenised again is not what the target generated"
-            )
-        echoed = choice.get("prompt_token_ids")
-        if echoed is not None and list(echoed) != list(prompt_ids):
-            raise EndpointError("the server answered another prompt: its prompt_token_ids are not those that were sent")
-        return Completion(
-            list(prompt_ids), list(token_ids), str(choice["finish_reason"]), answer.get("kv_transfer_params")
-        )
+    async def complete(
+        self,
+        model: str,
+        prompt_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Generate from token ids. `sampling` holds fields of the request (max_tokens, temperature, ...).
 
-    def _send(self, verb: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        pause, reason, avoided = _FIRST_PAUSE_S, "", ""
-        for attempt in range(self.max_retries + 1):
+        `kv_transfer_params` {"include_output_tokens": true} lets an extraction server keep the states of prompt and
+        answer in the same request. Raises EndpointError.
+        """
+        body = {"model": model, "prompt": list(prompt_ids), "return_token_ids": True, **sampling}
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = dict(kv_transfer_params)
+        return _checked(await self._send("POST", "/v1/completions", body), prompt_ids)
+
+    async def _send(self, verb: str, path: str, body: dict[str, Any] | None, only: str = "") -> dict[str, Any]:
+        pause, problem, avoided = self.policy.first_pause_s, "", ""
+        for attempt in range(self.policy.max_retries + 1):
             if attempt:
-                time.sleep(pause * random.uniform(0.5, 1.5))
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
-            url = self._take(avoided)
-            try:
-                response = self._client.request(verb, url + path, json=body)
-                if response.status_code == 200:
-                    answer: dict[str, Any] = response.json()
-                    return answer
-                reason = f"{url}: HTTP {response.status_code}: {response.text[:300]}"
-                if response.status_code < 500 and response.status_code not in (408, 425, 429):
-                    raise EndpointError(reason)  # the request itself is refused; asking again changes nothing
-            except (httpx.TransportError, ValueError) as error:
-                reason = f"{url}: {type(error).__name__}: {error}"
-            finally:
-                with self._lock:
-                    self._in_flight[url] -= 1
-            avoided = url
-        raise EndpointError(f"failed {self.max_retries + 1} times, last: {reason}")
-
-    def _take(self, avoided: str) -> str:
-        with self._lock:
-            others = [url for url in self.urls if url != avoided] or self.urls
-            url = min(others, key=lambda candidate: self._in_flight[candidate])
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+                pause = min(2 * pause, self.policy.longest_pause_s)
+            url = only or self._freest(avoided)
             self._in_flight[url] += 1
-            return url
+            try:
+                response = await self._client.request(verb, url + path, json=body)
+                if response.status_code == 200:
+                    answer = response.json()
+                    if isinstance(answer, dict):
+                        return answer
+                problem = f"{url}: HTTP {response.status_code}: {response.text[:300]}"
+                if response.status_code < 500 and response.status_code not in _TRANSIENT:
+                    raise EndpointError(problem)
+            except (httpx.TransportError, ValueError) as error:
+                problem = f"{url}: {type(error).__name__}: {error}"
+            finally:
+                self._in_flight[url] -= 1
+            avoided = url
+        raise EndpointError(f"failed {self.policy.max_retries + 1} times, last: {problem}")
+
+    def _freest(self, avoided: str) -> str:
+        others = [url for url in self.urls if url != avoided] or self.urls
+        random.shuffle(others)  # so that ties do not all go to the first
+        return min(others, key=lambda url: self._in_flight[url])
+
+
+def base_url(url: str) -> str:
+    """The server's root, whether or not /v1 was given with it."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def wait_until_healthy(urls: Sequence[str], timeout_s: float) -> None:
+    """Return once every server answers GET /health with 200. Raises EndpointError naming those that do not in time."""
+    deadline = time.monotonic() + timeout_s
+    missing = {base_url(url): "not asked" for url in urls}
+    with httpx.Client(timeout=min(_CONNECT_TIMEOUT_S, max(timeout_s, 0.1)), trust_env=False) as client:
+        while True:
+            for url in list(missing):
+                try:
+                    status = client.get(f"{url}/health").status_code
+                except httpx.TransportError as error:
+                    missing[url] = f"{type(error).__name__}: {error}"
+                    continue
+                missing[url] = f"HTTP {status}"
+                if status == 200:
+                    del missing[url]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise EndpointError(
+                    f"not healthy after {timeout_s:.0f} s: " + ", ".join(f"{u} ({why})" for u, why in missing.items())
+                )
+            time.sleep(_HEALTH_INTERVAL_S)
+
+
+def _checked(raw: dict[str, Any], prompt_ids: Sequence[int]) -> Completion:
+    """The server's answer, if it is one that rows can be made of."""
+    try:
+        answer = _Answer.model_validate(raw)
+        choice = answer.choices[0]
+    except (ValidationError, IndexError) as error:
+        raise EndpointError(f"the server's answer is no completion: {str(raw)[:300]}") from error
+    if choice.token_ids is None:
+        raise EndpointError(
+            "the server returned no token_ids; it must support return_token_ids (vLLM does), because text that is "
+            "tokenised again is not what the target generated"
+        )
+    if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(prompt_ids):
+        raise EndpointError("the server answered another prompt: its prompt_token_ids are not those that were sent")
+    if choice.finish_reason not in ("stop", "length") or not choice.token_ids:
+        raise EndpointError(f"no whole answer: finish_reason {choice.finish_reason!r}, {len(choice.token_ids)} tokens")
+    reason: Literal["stop", "length"] = "stop" if choice.finish_reason == "stop" else "length"
+    return Completion(choice.token_ids, reason, answer.kv_transfer_params)

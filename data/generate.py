@@ -48,10 +48,8 @@ class Engine:
 
     def __init__(self, model: Any) -> None:
         self.config = model.config.get_text_config()
-        layer_types = getattr(self.config, "layer_types", None)
-        num_shared = getattr(self.config, "num_kv_shared_layers", 0)
-        unknown = set(layer_types or ()) - _KNOWN_LAYERS
-        if unknown or num_shared:
+        unknown = set(getattr(self.config, "layer_types", None) or ()) - _KNOWN_LAYERS
+        if unknown or bool(getattr(self.config, "num_kv_shared_layers", 0)):
             raise ValueError(
                 f"the engine `transformers` cannot run a target with {', '.join(sorted(unknown)) or 'shared kv layers'}"
                 "; set responses.engine to vllm"
@@ -232,8 +230,8 @@ def greedy(logits: Tensor) -> Tensor:
     blocks = logits.unflatten(-1, (-1, block))  # type: ignore[no-untyped-call]
     best = blocks.amax(-1).float().argmax(-1)
     chosen = blocks.gather(-2, best[..., None, None].expand(*best.shape, 1, block))[..., 0, :]
-    tokens: Tensor = best * block + chosen.float().argmax(-1)
-    return tokens
+    index: Tensor = best * block + chosen.float().argmax(-1)
+    return index
 
 
 def target_distribution(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -137,7 +137,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
 
 def mask_BHQS(positions_BQ: Tensor, end: int, window: int | None = None) -> Tensor:
-    """bool [B, 1, Q, S]: a query sees the slots up to its position, as far back as the window (if any) reaches."""
+    """bool [B, 1, Q, S]: a query sees the slots up to its position, as far back as a window reaches."""
     distance_BQS = positions_BQ[:, :, None] - torch.arange(end, device=positions_BQ.device)
     is_seen_BQS = distance_BQS >= 0
     if window is not None:

@@ -25,7 +25,7 @@ def pack_linears(module: nn.Module, rows: int) -> int:
         return 0
     for layer in layers:
         if not hasattr(layer, "packed_rows"):
-            layer.forward = _packed_forward(layer.weight.detach(), layer.bias, rows)  # type: ignore[method-assign,assignment]
+            layer.forward = _packed_forward(layer.weight.detach(), layer.bias, rows)  # type: ignore[assignment,method-assign]
             layer.packed_rows = rows  # type: ignore[assignment]
     return len(layers)
 

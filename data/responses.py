@@ -1,36 +1,39 @@
 """The target answers every prompt, turn by turn; a finished conversation is one line of responses/{train,eval}.jsonl.
 
-    {"id", "source", "turns": [{"prompt_ids", "response_ids", "finish_reason"}, ...], "provenance": {...}}
+    {"id", "source", "turns": [{"prompt_ids", "response_ids", "finish_reason"}, ...], ["ended_early"], "provenance"}
 
-Ids are the engine's own. Lines are appended and synced to disk in small groups; a rerun drops a torn last line, skips
-what is finished and asks for the rest.
+Ids are the engine's own. The answer to a turn, decoded, is part of the next turn's messages, which the template renders
+anew. A rerun skips what is finished and asks for the rest.
 """
 
+import asyncio
 import hashlib
 import json
-import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
-from draftsmith.data.artefact import Artefact, read_artefact
-from draftsmith.data.chat import TemplateRefusal, answer_text, prompt_ids
-from draftsmith.data.endpoint import EndpointError, Endpoints
+from draftsmith.data.artefact import Artefact, fingerprint, read_artefact
+from draftsmith.data.chat import TemplateRefusal, answer_text, check_template_args, prompt_ids
+from draftsmith.data.endpoint import EndpointError, Endpoints, RetryPolicy
 from draftsmith.data.generate import Answer, Sampling, generate
-from draftsmith.data.progress import Progress, progress
+from draftsmith.data.jsonl_log import JsonlLog, read_jsonl_log
+from draftsmith.data.progress import Progress
+from draftsmith.data.progress import progress as show_progress
 from draftsmith.data.prompt_sources import Prompt
 from draftsmith.data.prompts import read_prompts
 from draftsmith.data.target import ResolvedTarget, load_model, load_tokenizer, stop_token_ids
 
-_SYNC_SECONDS = 2.0  # the longest that finished answers wait for the disk
+_SPLITS = ("train", "eval")
+_CHUNK = 4096  # conversations rendered at a time: bounds the memory that their ids take
+_SEED_STRIDE = 1_000_003  # as in generate.py: runs with neighbouring seeds share no prompt's draws
 
 
 class ResponsesConfig(BaseModel, extra="forbid", frozen=True):
@@ -41,14 +44,14 @@ class ResponsesConfig(BaseModel, extra="forbid", frozen=True):
     max_new_tokens: int = Field(1024, ge=1, description="per turn")
     max_prompt_tokens: int = Field(4096, ge=1, description="longer prompts are skipped and counted")
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="0 = all")
-    seed: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1, description="the most likely tokens that reach this probability; 1 = all")
+    top_k: int = Field(0, ge=0, description="the most likely tokens; 0 = all")
+    seed: int = Field(0, ge=0, description="of the samples; each prompt's draws follow from it and the prompt's id")
     chat_template_args: dict[str, Any] = Field(default_factory=dict, description="e.g. enable_thinking: false")
-    batch_size: int = Field(32, ge=1, description="transformers: sequences at once")
-    concurrency: int = Field(64, ge=1, description="vllm: requests in flight")
+    batch_size: int = Field(48, ge=1, description="transformers: sequences at once")
+    concurrency: int = Field(64, ge=1, description="vllm: requests in flight, over all endpoints")
     timeout_s: float = Field(600.0, gt=0, description="vllm: of one request")
-    max_retries: int = Field(5, ge=0, description="vllm: of one request")
+    max_retries: int = Field(5, ge=0, description="vllm: further tries of one request")
     failure_budget: float = Field(0.02, ge=0, lt=1, description="share of conversations that may fail or be skipped")
 
     @property
@@ -56,16 +59,17 @@ class ResponsesConfig(BaseModel, extra="forbid", frozen=True):
         """As the engines take it."""
         return Sampling(self.temperature, self.top_p, self.top_k, self.seed)
 
-
-@dataclass
-class _Conversation:
-    """A prompt on its way: messages so far, and the turns that are answered."""
-
-    prompt: Prompt
-    messages: list[dict[str, Any]]
-    followups: list[str]
-    turns: list[dict[str, Any]]
-    ids: list[int]
+    @model_validator(mode="after")
+    def _nothing_is_unused(self) -> Self:
+        if self.engine == "transformers" and self.endpoints:
+            raise ValueError(f"endpoints is {self.endpoints}, but engine is transformers; set engine to vllm")
+        if self.temperature == 0 and (self.top_p < 1 or self.top_k):
+            raise ValueError(
+                f"temperature 0 is greedy and ignores top_p {self.top_p} and top_k {self.top_k}; "
+                "set a temperature above 0 or remove them"
+            )
+        check_template_args(self.chat_template_args)
+        return self
 
 
 def generate_responses(
@@ -74,11 +78,13 @@ def generate_responses(
     prompts_folder: Path,
     folder: Path,
     endpoints: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Artefact:
     """Answer the prompts of both splits. Skips when done, continues when not.
 
-    `endpoints` are servers that the caller launched; else those of the config. Raises RuntimeError when more
-    conversations fail than the budget allows, and ValueError when nothing was answered (fault 9).
+    `endpoints` are servers that the caller launched; else those of the config. `progress` is told of each finished
+    conversation; by default it is shown. Raises RuntimeError when more conversations fail or are skipped than the
+    budget allows, and ValueError when nothing was answered.
     """
     prompts = read_artefact(prompts_folder, "prompts")
     # Where the servers are, how many requests fly and how often they are retried changes no answer.
@@ -89,108 +95,134 @@ def generate_responses(
     artefact = Artefact.open(folder, "responses", key)
     if artefact.is_done:
         return artefact
-    run = _Run(config, target, folder, tuple(endpoints) or config.endpoints)
-    result = {split: run.split(split, read_prompts(prompts_folder / f"{split}.jsonl")) for split in ("train", "eval")}
-    if not result["train"]["answered"]:
-        raise ValueError(f"the target answered no training prompt: {result['train']}")
-    artefact.finish({**result, "is_greedy": config.temperature == 0, "engine": run.provenance["engine"]})
+    try:
+        run = _Run(config, target, folder, tuple(endpoints) or config.endpoints, progress)
+        result = {split: run.split(split, read_prompts(prompts_folder / f"{split}.jsonl")) for split in _SPLITS}
+        if not result["train"]["answered"]:
+            raise ValueError(f"responses: the target answered no training prompt: {result['train']}")
+    except (RuntimeError, ValueError):
+        if not any(True for split in _SPLITS for _ in read_jsonl_log(folder / f"{split}.jsonl")):
+            artefact.discard()  # so that a rerun with a mended setting is not refused for this empty attempt
+        raise
+    artefact.finish({**result, "is_greedy": config.temperature == 0, "engine": config.engine})
     return artefact
 
 
+@dataclass
+class _Conversation:
+    """A prompt on its way: messages so far, user turns to come, answered turns, and the next turn's ids."""
+
+    prompt: Prompt
+    messages: list[dict[str, Any]]
+    followups: list[str]
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    ended_early: str = ""
+
+    @property
+    def seed(self) -> int:
+        """Depends on the prompt's id and the turn only, so that a resumed run draws the same samples."""
+        text = f"{self.prompt['id']}#{len(self.turns)}"
+        return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % _SEED_STRIDE
+
+
 class _Run:
-    """One stage run: the tokenizer, the engine's provenance and the files."""
+    """One run of the stage: the engine, what it is asked, and where its answers go."""
 
     def __init__(
-        self, config: ResponsesConfig, target: ResolvedTarget, folder: Path, endpoints: tuple[str, ...]
+        self,
+        config: ResponsesConfig,
+        target: ResolvedTarget,
+        folder: Path,
+        endpoints: tuple[str, ...],
+        progress: Progress | None,
     ) -> None:
-        self.config, self.target, self.folder, self.endpoints = config, target, folder, endpoints
+        self.config, self.target, self.folder = config, target, folder
+        self.endpoints, self.progress = endpoints, progress
+        if config.engine == "vllm" and not endpoints:
+            raise ValueError(
+                "responses.endpoints is empty and no server was launched; give the URL of a running server"
+            )
         self.tokenizer = load_tokenizer(target)
         self.stop_ids = stop_token_ids(target)
+        self.max_prompt_tokens = min(config.max_prompt_tokens, _room_for_prompts(target, config.max_new_tokens))
         self._model: Any = None
-        self.provenance = {
+        self.provenance: dict[str, Any] = {
             "model": target.name,
             **target.key(),
             "engine": config.engine,
-            "engine_version": version("transformers") if config.engine == "transformers" else "unknown",
-            "sampling": {"temperature": config.temperature, "top_p": config.top_p, "top_k": config.top_k},
-            "seed": config.seed,
+            "engine_version": version("transformers"),
+            "sampling": {
+                "temperature": config.temperature,
+                "top_p": config.top_p,
+                "top_k": config.top_k,
+                "seed": config.seed,
+                "max_new_tokens": config.max_new_tokens,
+            },
             "chat_template_args": config.chat_template_args,
         }
 
-    def split(self, name: str, prompts: Sequence[Prompt]) -> dict[str, int]:
+    def split(self, name: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """Answer one split; returns what happened to its prompts."""
         path = self.folder / f"{name}.jsonl"
-        finished = _finished_ids(path)
         counts: Counter[str] = Counter()
-        waiting = [self._begin(prompt, counts) for prompt in prompts if prompt["id"] not in finished]
-        started = [conversation for conversation in waiting if conversation is not None]
         budget = _Budget(len(prompts), self.config.failure_budget, counts)
-        budget.check()
-        with _Writer(path) as writer, progress(f"responses/{name}", len(prompts), "answers", len(finished)) as bar:
-            answer = self._in_process if self.config.engine == "transformers" else self._by_servers
-            answer(started, writer, bar, budget)
-        return {"prompts": len(prompts), "answered": len(_finished_ids(path)), **dict(sorted(counts.items()))}
+        with JsonlLog(path) as log:
+            finished = {str(line["id"]) for line in read_jsonl_log(path)}
+            waiting = (prompt for prompt in prompts if str(prompt["id"]) not in finished)
+            bar = show_progress(f"responses/{name}", len(prompts), "conversations", len(finished))
+            with nullcontext(self.progress) if self.progress else bar as shown:
+                for chunk in _chunks(waiting):
+                    started = [found for prompt in chunk if (found := self._begin(prompt, budget)) is not None]
+                    self._answer(started, _Finished(log, shown, self.provenance), budget)
+        return {"prompts": len(prompts), "left_out": dict(sorted(counts.items())), **_summary(path)}
 
-    def _begin(self, prompt: Prompt, counts: Counter[str]) -> _Conversation | None:
-        conversation = _Conversation(prompt, list(prompt["messages"]), list(prompt.get("followups", ())), [], [])
-        return conversation if self._render(conversation, counts) else None
+    def _answer(self, conversations: list[_Conversation], finished: "_Finished", budget: "_Budget") -> None:
+        if not conversations:
+            return
+        if self.config.engine == "transformers":
+            self._answer_in_process(conversations, finished)
+        else:
+            asyncio.run(self._answer_by_servers(conversations, finished, budget))
 
-    def _render(self, conversation: _Conversation, counts: Counter[str]) -> bool:
-        """Set the ids of the next turn; False, and counted, when the template refuses or the prompt is too long."""
-        prompt = conversation.prompt
+    def _begin(self, prompt: Prompt, budget: "_Budget") -> _Conversation | None:
+        conversation = _Conversation(prompt, list(prompt["messages"]), list(prompt.get("followups") or ()))
+        obstacle = self._render(conversation)
+        if obstacle:
+            budget.lose(obstacle, str(prompt["id"]), obstacle.replace("_", " "))
+            return None
+        return conversation
+
+    def _render(self, conversation: _Conversation) -> str:
+        """Set the ids of the next turn; the obstacle, if there is one."""
+        tools, template_args = conversation.prompt.get("tools"), self.config.chat_template_args
         try:
-            conversation.ids = prompt_ids(
-                self.tokenizer, conversation.messages, prompt.get("tools"), self.config.chat_template_args
-            )
+            conversation.ids = prompt_ids(self.tokenizer, conversation.messages, tools, template_args)
         except TemplateRefusal:
-            counts["refused_by_template"] += 1
-            return False
-        if len(conversation.ids) > self.config.max_prompt_tokens:
-            counts["prompt_too_long"] += 1
-            return False
-        return True
+            return "refused_by_template"
+        return "prompt_too_long" if len(conversation.ids) > self.max_prompt_tokens else ""
 
-    def _answered(
-        self, conversation: _Conversation, token_ids: Sequence[int], reason: str, counts: Counter[str]
-    ) -> bool:
-        """Record a turn; True when another turn is to be asked for. A later turn that cannot be rendered ends it."""
+    def _takes(self, conversation: _Conversation, token_ids: Sequence[int], reason: str) -> bool:
+        """Record a turn; True when another one is to be asked for. What was answered is kept in any case."""
         conversation.turns.append(
             {"prompt_ids": conversation.ids, "response_ids": list(token_ids), "finish_reason": reason}
         )
-        if not conversation.followups or reason == "length":
+        if not conversation.followups:
+            return False
+        if reason == "length":  # the template would put an end of turn that the target never generated
+            conversation.ended_early = "answer_cut"
             return False
         conversation.messages.append({"role": "assistant", "content": answer_text(self.tokenizer, token_ids)})
         conversation.messages.append({"role": "user", "content": conversation.followups.pop(0)})
-        return self._render(conversation, counts)
+        conversation.ended_early = self._render(conversation)
+        return not conversation.ended_early
 
-    def _line(self, conversation: _Conversation) -> dict[str, Any]:
-        prompt = conversation.prompt
-        return {
-            "id": prompt["id"],
-            "source": prompt["source"],
-            "turns": conversation.turns,
-            "provenance": self.provenance,
-        }
-
-    def _in_process(
-        self, conversations: list[_Conversation], writer: "_Writer", bar: Progress, budget: "_Budget"
-    ) -> None:
-        """One pass of the engine per turn number."""
-        if conversations and self._model is None:
+    def _answer_in_process(self, conversations: list[_Conversation], finished: "_Finished") -> None:
+        """All first turns, then all second turns of those that have one, and so on."""
+        if self._model is None:
             self._model = load_model(self.target, _device())
         while conversations:
             more: list[_Conversation] = []
-
-            def take(
-                answer: Answer, asked: list[_Conversation] = conversations, more: list[_Conversation] = more
-            ) -> None:
-                conversation = asked[answer.index]
-                if self._answered(conversation, answer.token_ids, answer.finish_reason, budget.counts):
-                    more.append(conversation)
-                else:
-                    writer.write(self._line(conversation))
-                    bar.advance()
-
             generate(
                 self._model,
                 [conversation.ids for conversation in conversations],
@@ -198,137 +230,141 @@ class _Run:
                 stop_ids=self.stop_ids,
                 sampling=self.config.sampling,
                 batch_size=self.config.batch_size,
-                on_finished=take,
-                seeds=[_seed_of(conversation) for conversation in conversations],
+                on_finished=self._sorter(conversations, more, finished),
+                seeds=[conversation.seed for conversation in conversations],
             )
             conversations = more
 
-    def _by_servers(
-        self, conversations: list[_Conversation], writer: "_Writer", bar: Progress, budget: "_Budget"
+    def _sorter(
+        self, asked: list[_Conversation], more: list[_Conversation], finished: "_Finished"
+    ) -> Callable[[Answer], None]:
+        def take(answer: Answer) -> None:
+            conversation = asked[answer.index]
+            if self._takes(conversation, answer.token_ids, answer.finish_reason):
+                more.append(conversation)
+            else:
+                finished.add(conversation)
+
+        return take
+
+    async def _answer_by_servers(
+        self, conversations: list[_Conversation], finished: "_Finished", budget: "_Budget"
     ) -> None:
         config = self.config
-        if not conversations:
-            return
-        with (
-            Endpoints(self.endpoints, config.timeout_s, config.max_retries) as servers,
-            ThreadPoolExecutor(config.concurrency) as pool,
-        ):
-            model = servers.model_name()
-            self.provenance["engine_version"] = servers.server_version()
-            flying: dict[Future[None], _Conversation] = {}
-            waiting = list(reversed(conversations))
-            try:
-                while waiting or flying:
-                    while waiting and len(flying) < config.concurrency:
-                        conversation = waiting.pop()
-                        flying[pool.submit(self._converse, servers, model, conversation, budget.counts)] = conversation
-                    for future in wait(flying, return_when=FIRST_COMPLETED).done:
-                        conversation = flying.pop(future)
-                        try:
-                            future.result()
-                        except EndpointError as error:
-                            budget.failed(conversation.prompt["id"], str(error))
-                            continue
-                        writer.write(self._line(conversation))
-                        bar.advance()
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        policy = RetryPolicy(config.timeout_s, config.max_retries)
+        waiting = iter(conversations)  # shared: each worker takes the next
+        async with Endpoints(self.endpoints, config.concurrency, policy) as servers:
+            model = await servers.model_name()
+            self.provenance |= {"engine_version": await servers.server_version(), "served_model": model}
 
-    def _converse(self, servers: Endpoints, model: str, conversation: _Conversation, counts: Counter[str]) -> None:
-        """All turns of one conversation, in a worker thread."""
+            async def work() -> None:
+                for conversation in waiting:
+                    try:
+                        await self._converse(servers, model, conversation)
+                    except EndpointError as error:
+                        budget.lose("failed", str(conversation.prompt["id"]), str(error))
+                    else:
+                        finished.add(conversation)
+
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(config.concurrency, len(conversations))):
+                        group.create_task(work())
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    async def _converse(self, servers: Endpoints, model: str, conversation: _Conversation) -> None:
+        """All turns of one conversation."""
         config = self.config
         while True:
-            done = servers.complete(
-                model,
-                conversation.ids,
-                max_tokens=config.max_new_tokens,
-                temperature=config.temperature,
-                top_p=config.top_p,
-                top_k=config.top_k or -1,
-                seed=config.seed * 1_000_003 + _seed_of(conversation),
-                stop_token_ids=list(self.stop_ids),
-            )
-            if not self._answered(conversation, done.token_ids, done.finish_reason, counts):
+            # The penalties are spelt out because a server may take other defaults from generation_config.json.
+            sampling = {
+                "max_tokens": config.max_new_tokens,
+                "temperature": config.temperature,
+                "top_p": config.top_p,
+                "top_k": config.top_k or -1,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "seed": config.seed * _SEED_STRIDE + conversation.seed,
+                "stop_token_ids": list(self.stop_ids),
+            }
+            done = await servers.complete(model, conversation.ids, sampling)
+            if not self._takes(conversation, done.token_ids, done.finish_reason):
                 return
 
 
+class _Finished:
+    """Where finished conversations go."""
+
+    def __init__(self, log: JsonlLog, progress: Progress, provenance: Mapping[str, Any]) -> None:
+        self.log, self.progress, self.provenance = log, progress, provenance
+
+    def add(self, conversation: _Conversation) -> None:
+        """Write one line."""
+        line = {"id": conversation.prompt["id"], "source": conversation.prompt["source"], "turns": conversation.turns}
+        if conversation.ended_early:
+            line["ended_early"] = conversation.ended_early
+        self.log.append(line | {"provenance": self.provenance})
+        self.progress.advance(1)
+
+
 class _Budget:
-    """Counts what fails and stops the stage past the budget."""
+    """Counts the conversations that are left out, and stops the stage past the budget."""
 
     def __init__(self, total: int, share: float, counts: Counter[str]) -> None:
         self.total, self.share, self.counts = total, share, counts
-        self.last = ""
 
-    def failed(self, identity: str, reason: str) -> None:
-        """Count one failed conversation. Raises RuntimeError past the budget."""
-        self.counts["failed"] += 1
-        self.last = f"; the last was {identity}: {reason}"
-        self.check()
-
-    def check(self) -> None:
-        """Raise RuntimeError when more failed or were skipped than the budget allows."""
+    def lose(self, kind: str, identity: str, reason: str) -> None:
+        """Count one conversation. Raises RuntimeError past the budget."""
+        self.counts[kind] += 1
         lost = sum(self.counts.values())
-        if self.total and lost > self.share * self.total:
+        if lost > self.share * self.total:
             raise RuntimeError(
-                f"{lost} of {self.total} conversations failed or were skipped ({dict(self.counts)}), more than "
-                f"responses.failure_budget {self.share} allows{self.last}. What was answered is kept; mend the cause "
-                "and run the same command again."
+                f"responses: {lost} of {self.total} conversations failed or were skipped ({dict(self.counts)}), more "
+                f"than responses.failure_budget {self.share} allows; the last was {identity}: {reason}. What was "
+                "answered is kept; mend the cause and run the same command again."
             )
 
 
-class _Writer:
-    """Appends lines; whatever was written is on disk after at most two seconds, or on close."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        self._synced = time.monotonic()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._sync()
-            self._file.close()
-
-    def write(self, line: dict[str, Any]) -> None:
-        """Append one finished conversation."""
-        with self._lock:
-            self._file.write(json.dumps(line) + "\n")
-            if time.monotonic() - self._synced >= _SYNC_SECONDS:
-                self._sync()
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._synced = time.monotonic()
+def _chunks(prompts: Iterable[Prompt]) -> Iterator[list[Prompt]]:
+    iterator = iter(prompts)
+    while chunk := list(islice(iterator, _CHUNK)):
+        yield chunk
 
 
-def _finished_ids(path: Path) -> set[str]:
-    """Ids of the complete lines; a torn last line (after a kill) is cut off."""
-    if not path.is_file():
-        return set()
-    content = path.read_bytes()
-    complete = content[: content.rfind(b"\n") + 1]
-    if len(complete) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(complete))
-    return {_id_of(path, number, line) for number, line in enumerate(complete.splitlines(), 1)}
+def _summary(path: Path) -> dict[str, Any]:
+    """Counts over a finished file, and a digest that does not depend on the order in which answers came."""
+    ended_early: Counter[str] = Counter()
+    turns, tokens, digests = 0, 0, []
+    for line in read_jsonl_log(path):
+        digests.append(fingerprint([line["id"], line["turns"]]))
+        turns += len(line["turns"])
+        tokens += sum(len(turn["response_ids"]) for turn in line["turns"])
+        if "ended_early" in line:
+            ended_early[line["ended_early"]] += 1
+    return {
+        "answered": len(digests),
+        "turns": turns,
+        "response_tokens": tokens,
+        "ended_early": dict(sorted(ended_early.items())),
+        "content": fingerprint(sorted(digests)),
+    }
 
 
-def _id_of(path: Path, number: int, line: bytes) -> str:
-    try:
-        return str(json.loads(line)["id"])
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}:{number} is damaged; delete that line and run the same command again") from error
-
-
-def _seed_of(conversation: _Conversation) -> int:
-    """A seed that depends on the conversation and the turn only, so that a resumed run samples the same answers."""
-    text = f"{conversation.prompt['id']}#{len(conversation.turns)}"
-    return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % 1_000_003
+def _room_for_prompts(target: ResolvedTarget, max_new_tokens: int) -> int:
+    """Tokens that the target's context leaves for a prompt beside a full answer."""
+    settings = json.loads((target.path / "config.json").read_text())
+    context = settings.get("text_config", settings).get("max_position_embeddings")
+    if context is None:
+        return 2**31
+    if max_new_tokens >= context:
+        raise ValueError(
+            f"responses.max_new_tokens is {max_new_tokens}, but {target.name} has a context of {context} tokens; "
+            "lower it so that prompts have room"
+        )
+    return int(context) - max_new_tokens
 
 
 def _device() -> str:

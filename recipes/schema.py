@@ -5,13 +5,15 @@ that method's Config. Relative paths are relative to the current directory, as o
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from draftsmith.data.prompts import PromptsConfig
 from draftsmith.data.responses import ResponsesConfig
@@ -49,6 +51,11 @@ class Recipe(BaseModel, extra="forbid", frozen=True, arbitrary_types_allowed=Tru
     export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
 
+    @field_validator("model", mode="before")
+    @classmethod
+    def _keep(cls, value: Any) -> Any:
+        return value
+
     def to_yaml(self) -> str:
         """The resolved recipe, readable by load_recipe again."""
         data = self.model_dump(mode="json", exclude={"method", "model"})
@@ -56,8 +63,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True, arbitrary_types_allowed=Tru
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
-class _Unreadable(BaseModel):
-    """Stands in for a model section that is wrong, so that the other sections are judged all the same."""
+class _NoSettings(BaseModel, frozen=True):
+    """Stands in for a faulty `model` section, so that the other sections are checked as well."""
 
 
 class RecipeError(ValueError):
@@ -83,8 +90,12 @@ def parse_recipe(data: Mapping[str, Any], source: str) -> Recipe:
     """Validate a mapping as read from YAML. Raises RecipeError listing everything that is wrong at once."""
     raw = dict(data)
     section = raw.pop("model", None)
-    problems: list[str] = []
+    problems: list[str] = [f"{key!r} is not the name of a section" for key in raw if not isinstance(key, str)]
+    raw = {key: value for key, value in raw.items() if isinstance(key, str)}
     settings: BaseModel | None = None
+    if "method" in raw:
+        problems.append(f"method: there is no such setting (value {raw['method']!r}); did you mean model.method?")
+    raw["method"] = ""
     if not isinstance(section, dict) or "method" not in section:
         problems.append(f"model.method is missing; it names the method: {', '.join(available_methods())}")
     else:
@@ -93,19 +104,21 @@ def parse_recipe(data: Mapping[str, Any], source: str) -> Recipe:
         try:
             config_class = load_method(str(raw["method"])).Config
             settings = config_class(**section)
+            problems += [f"model.{text}" for text in _converted(section, settings)]
         except ValidationError as error:
-            problems += [_describe(problem, config_class, "model.") for problem in error.errors()]
+            problems += _described(error, config_class, "model.")
         except ValueError as error:
             problems.append(_nearest(str(error), str(raw["method"]), available_methods()))
         except TypeError:
             problems.append("model: its keys must be words")
-    raw["model"] = settings if settings is not None else _Unreadable()
+    raw["model"] = _NoSettings() if settings is None else settings
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        problems += [_describe(problem, Recipe, "") for problem in error.errors()]
+        problems += _described(error, Recipe, "")
     else:
-        problems += _contradictions(recipe) if settings is not None else []
+        problems += _converted(raw, recipe)
+        problems += _contradictions(recipe)
     if problems:
         raise RecipeError(f"{source}:\n" + "\n".join(f"  - {problem}" for problem in problems))
     return recipe
@@ -113,13 +126,44 @@ def parse_recipe(data: Mapping[str, Any], source: str) -> Recipe:
 
 def _contradictions(recipe: Recipe) -> list[str]:
     """Settings that are fine alone and cannot be meant together."""
+    return [*_lengths_that_contradict(recipe), *_engines_that_contradict(recipe)]
+
+
+def _lengths_that_contradict(recipe: Recipe) -> list[str]:
     found = []
-    longest = recipe.rows.max_row_tokens
+    longest, answer = recipe.rows.max_row_tokens, recipe.responses.max_new_tokens
     if longest > recipe.train.tokens_per_batch:
         found.append(
             f"rows.max_row_tokens is {longest} but train.tokens_per_batch is {recipe.train.tokens_per_batch}: longer "
             "rows would never be trained on; raise train.tokens_per_batch or lower rows.max_row_tokens"
         )
+    if answer >= longest:
+        found.append(
+            f"responses.max_new_tokens is {answer} but rows.max_row_tokens is {longest}: answers would be cut; "
+            "raise rows.max_row_tokens, it counts the prompt too"
+        )
+    room = recipe.hidden_states.server.max_model_len
+    if recipe.responses.engine == "vllm" and not recipe.responses.endpoints and answer >= room:
+        found.append(
+            f"responses.max_new_tokens is {answer} but the server that is launched holds {room} tokens of prompt and "
+            "answer; raise hidden_states.server.max_model_len"
+        )
+    # vLLM wants room for one generated token beside the row that it captures.
+    if recipe.hidden_states.source == "vllm" and not recipe.hidden_states.endpoints and longest >= room:
+        found.append(
+            f"rows.max_row_tokens is {longest} but the server that is launched holds {room} tokens, one of which it "
+            "generates; raise hidden_states.server.max_model_len above it"
+        )
+    if "vllm" in recipe.eval.engines and recipe.eval.max_new_tokens >= recipe.eval.server.max_model_len:
+        found.append(
+            f"eval.max_new_tokens is {recipe.eval.max_new_tokens} but eval.server.max_model_len is "
+            f"{recipe.eval.server.max_model_len}, prompt and answer together; raise eval.server.max_model_len"
+        )
+    return found
+
+
+def _engines_that_contradict(recipe: Recipe) -> list[str]:
+    found = []
     if recipe.responses.engine == "transformers" and recipe.responses.endpoints:
         found.append(
             "responses.endpoints is set but responses.engine is transformers, which asks no server; "
@@ -130,17 +174,6 @@ def _contradictions(recipe: Recipe) -> list[str]:
             f"eval.engines holds replay but responses.temperature is {recipe.responses.temperature}: only greedy "
             "answers can be replayed; remove replay or set responses.temperature: 0"
         )
-    if not recipe.prompts.eval_count and not recipe.prompts.eval_sources:
-        found.append(
-            "prompts.eval_count is 0 and there are no prompts.eval_sources: nothing is held out; set one of them"
-        )
-    if recipe.responses.engine == "vllm" and not recipe.responses.endpoints:
-        room = recipe.hidden_states.server.max_model_len
-        if recipe.responses.max_new_tokens >= room:
-            found.append(
-                f"responses.max_new_tokens is {recipe.responses.max_new_tokens} but the server that is launched holds "
-                f"{room} tokens of prompt and answer; raise hidden_states.server.max_model_len"
-            )
     return found
 
 
@@ -148,16 +181,23 @@ _SECTIONS = [name for name in Recipe.model_fields if name != "method"]
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key that is given twice: YAML would silently take the last."""
+    """A SafeLoader that refuses a key that is given twice (YAML would silently take the last) and reads 1e-3."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=deep)
-            if key in seen:
-                raise yaml.YAMLError(f"key {key!r} is given twice, again{key_node.start_mark}")
-            seen.add(key)
+            if isinstance(key, Hashable):
+                if key in seen:
+                    raise yaml.YAMLError(f"key {key!r} is given twice, again{key_node.start_mark}")
+                seen.add(key)
         return super().construct_mapping(node, deep=deep)
+
+
+# YAML 1.1, which PyYAML reads, takes 1e-3 for text: it wants 1.0e-3. YAML 1.2 and everybody take it for a number.
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
 
 
 def _override(data: dict[str, Any], text: str) -> None:
@@ -173,25 +213,72 @@ def _override(data: dict[str, Any], text: str) -> None:
             raise RecipeError(f"--set {text!r}: {key} is {child!r}, not a section")
         node = child
     try:
-        node[keys[-1]] = yaml.safe_load(value)
+        node[keys[-1]] = yaml.load(value, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
         raise RecipeError(f"--set {text!r}: the value is not valid YAML: {error}") from error
+
+
+def _described(error: ValidationError, model: type[BaseModel], prefix: str) -> list[str]:
+    problems = error.errors()
+    # Of a list whose items are faulty pydantic also says that it is too short.
+    faulty = {problem["loc"][:length] for problem in problems for length in range(len(problem["loc"]))}
+    real = [problem for problem in problems if problem["type"] != "too_short" or problem["loc"] not in faulty]
+    return [_describe(problem, model, prefix) for problem in real]
 
 
 def _describe(problem: Any, model: type[BaseModel], prefix: str) -> str:
     """One pydantic error -> the field, its value, what is wrong and the nearest valid key."""
     path = [str(part) for part in problem["loc"]]
-    name = prefix + ".".join(path)
+    name = (prefix + ".".join(path)).removesuffix(".")
     if problem["type"] == "extra_forbidden":
-        return _nearest(
-            f"{name}: there is no such setting (value {problem['input']!r})", path[-1], _keys_at(model, path)
-        )
+        text = f"{name}: there is no such setting (value {_short(problem['input'])})"
+        elsewhere = [place for place in _places_of(path[-1], Recipe) if place != path[-1]]
+        here = _keys_at(model, path)
+        if elsewhere and not difflib.get_close_matches(path[-1], here, 1, cutoff=0.8):
+            return f"{text}; there is {' and '.join(elsewhere)}"
+        return _nearest(text, path[-1], here)
     if problem["type"] == "missing":
         return f"{name} is missing; it has no default"
-    message = str(problem["msg"]).removeprefix("Value error, ")
-    value = problem["input"]
-    shown = "" if isinstance(value, dict) and len(value) > 3 else f" is {value!r}"
-    return f"{name}{shown}: {message}" if name else message
+    message = str(problem["msg"]).removeprefix("Value error, ").replace("valid tuple", "list")
+    message = message.replace("valid path for <class 'pathlib.Path'>", "path")
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        message = "Input should be a section of settings"
+    # A contradiction within a section comes from its own check, which names the fields; its input is the whole section.
+    is_whole_section = isinstance(problem["input"], dict) and problem["type"] == "value_error"
+    if is_whole_section or not name:
+        return message if message.startswith(f"{name}.") or not name else f"{name}: {message}"
+    return f"{name} is {_short(problem['input'])}: {message}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _places_of(name: str, model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Where in a recipe there is a setting of this name: people remember it and put it into another section."""
+    for field, info in model.model_fields.items():
+        if field == name and prefix:
+            yield f"{prefix}{field}"
+        below = _model_in(info.annotation)
+        if isinstance(below, type) and issubclass(below, BaseModel) and below is not BaseModel:
+            yield from _places_of(name, below, f"{prefix}{field}.")
+
+
+def _converted(raw: Any, resolved: Any, name: str = "") -> list[str]:
+    """Values that pydantic takes although they are of another type: yes for 1, "3" for 3."""
+    if isinstance(raw, dict):
+        values = resolved if isinstance(resolved, dict) else vars(resolved)
+        found = [_converted(value, values.get(key), f"{name}.{key}" if name else key) for key, value in raw.items()]
+        return [text for each in found for text in each]
+    if isinstance(raw, list) and isinstance(resolved, tuple):
+        pairs = enumerate(zip(raw, resolved, strict=True))
+        return [text for index, (value, read) in pairs for text in _converted(value, read, f"{name}.{index}")]
+    is_number = isinstance(resolved, int | float) and not isinstance(resolved, bool)
+    if (is_number and isinstance(raw, bool | str)) or (isinstance(resolved, bool) and not isinstance(raw, bool)):
+        wanted = "a number" if is_number else "true or false"
+        return [f"{name} is {raw!r}, which is not {wanted}; write {json.dumps(resolved)} if that is meant"]
+    return []
 
 
 def _nearest(text: str, wrong: str, valid: Sequence[str]) -> str:

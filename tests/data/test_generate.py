@@ -64,7 +64,7 @@ def mistral() -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "mistral"])
 def test_a_refilled_ragged_batch_equals_generate_one_by_one_token_for_token(kind: str, tmp_path: Path) -> None:
     window = {"sliding_window": 8} if kind == "gemma3" else {}
-    model = mistral() if kind == "mistral" else load(tiny_target(tmp_path, kind, num_hidden_layers=4, **window))
+    model = mistral() if kind == "mistral" else load(tiny_target(tmp_path, kind, **window))
     prompts = some_prompts(11)
     never_stopped = one_by_one(model, prompts, [513], 20)
     stops = sorted({EOS, never_stopped[0][4], never_stopped[3][9]})  # so that answers end at different places

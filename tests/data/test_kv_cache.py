@@ -17,7 +17,7 @@ KINDS = {"llama": {}, "qwen3": {"num_attention_heads": 4, "num_key_value_heads":
 
 @pytest.fixture(params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    folder = tiny_target(tmp_path, request.param, num_hidden_layers=3, **KINDS[request.param])
+    folder = tiny_target(tmp_path, request.param, **KINDS[request.param])
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval().requires_grad_(False)
 
 

@@ -15,9 +15,26 @@ from tiny import tiny_target
 from draftsmith.recipes.schema import Recipe, load_recipe
 from draftsmith.recipes.stages import STAGES, only_writer, read_report, run_stages
 
-WORDS = (
-    ["red", "blue", "green", "small", "large", "old", "new", "warm", "cold", "bright", "river", "stone", "cloud", "garden", "window", "letter", "bridge", "train"]
-)
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "small",
+    "large",
+    "old",
+    "new",
+    "warm",
+    "cold",
+    "bright",
+    "river",
+    "stone",
+    "cloud",
+    "garden",
+    "window",
+    "letter",
+    "bridge",
+    "train",
+]
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +142,7 @@ def test_only_one_run_writes_to_an_output_dir(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "last"), [("train", "rows"), ("nothing", "eval"), ("prompts", "nothing")])
 def test_wrong_stage_names_and_orders_are_refused(tmp_path: Path, target: Path, first: str, last: str) -> None:
-    with pytest.raises(ValueError, match="the (stages|order)"):
+    with pytest.raises(ValueError, match=r"the (stages|order)"):
         run_stages(load_recipe(recipe_file(tmp_path, target)), first, last)
 
 
