@@ -13,6 +13,7 @@ _NUM_PERMUTATIONS = 128  # datasketch's default: a standard error of at most 0.0
 _SHINGLE_TOKENS = 3
 # Words, single marks (so that "3 + 4" and "3 - 4" differ), single characters of scripts that use no spaces.
 _TOKEN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+|[^\w\s]")
+_MOST_INDEXABLE = 0.95
 
 
 def text_key(prompt: Prompt) -> str:
@@ -37,7 +38,8 @@ class LikenessIndex:
         from datasketch import MinHashLSH
 
         self._threshold = threshold
-        self._index = MinHashLSH(threshold=threshold, num_perm=_NUM_PERMUTATIONS)
+        # The index only proposes, so it may be laxer: datasketch has no banding for similarities near 1.
+        self._index = MinHashLSH(threshold=min(threshold, _MOST_INDEXABLE), num_perm=_NUM_PERMUTATIONS)
         self._sketches: dict[str, Any] = {}
 
     def find(self, sketch: Any) -> list[str]:

@@ -310,12 +310,19 @@ def _write_shard(path: Path, records: dict[str, Record]) -> dict[str, Any]:
         written["bytes"], written["sha256"] = temporary.stat().st_size, _file_sha256(temporary)
 
     write_atomically(path, write)
-    listing = {"shard": path.name} | written | {
-        "records": {
-            row_id: {"num_tokens": len(record.token_ids_T), "sha256": _sha256(record.token_ids_T, record.states_TLH)}
-            for row_id, record in records.items()
+    listing = (
+        {"shard": path.name}
+        | written
+        | {
+            "records": {
+                row_id: {
+                    "num_tokens": len(record.token_ids_T),
+                    "sha256": _sha256(record.token_ids_T, record.states_TLH),
+                }
+                for row_id, record in records.items()
+            }
         }
-    }
+    )
     write_atomically(path.with_suffix(".json"), json.dumps(listing))
     return listing
 

@@ -124,9 +124,7 @@ class RecordStream:
         else:
             yield from self._read_or_capture(row_ids, self._cache, self._source)
 
-    def _read_or_capture(
-        self, row_ids: Sequence[str], cache: Cache, source: Source
-    ) -> Generator[Record, None, None]:
+    def _read_or_capture(self, row_ids: Sequence[str], cache: Cache, source: Source) -> Generator[Record, None, None]:
         cache.refresh()
         missing = list(dict.fromkeys(row_id for row_id in row_ids if row_id not in cache))
         wanted = set(missing)

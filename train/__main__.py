@@ -9,6 +9,7 @@ if not __package__:
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
 import torch
+
 from draftsmith.recipes.schema import load_recipe
 from draftsmith.recipes.stages import train_stage
 

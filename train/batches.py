@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from draftsmith.data.packing import plan_packs
 from torch import Tensor
 
+from draftsmith.data.packing import plan_packs
 from draftsmith.data.rows import Row
 from draftsmith.hidden_states.record import CaptureSpec, Record
 from draftsmith.models.batch import Batch

@@ -119,7 +119,10 @@ def test_a_kill_between_shard_and_listing_loses_that_shard_only(built: Path, man
     ],
 )
 def test_states_that_a_broken_capture_gives_are_refused_at_write_and_at_read(
-    spoil: Callable[[torch.Tensor], object], words: str, tmp_path: Path, make_rows: Callable[..., list[Row]],
+    spoil: Callable[[torch.Tensor], object],
+    words: str,
+    tmp_path: Path,
+    make_rows: Callable[..., list[Row]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (row,) = make_rows([8])
