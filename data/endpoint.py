@@ -6,6 +6,7 @@ jittered pause, preferably elsewhere; what fails for good is the caller's to cou
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence

@@ -12,10 +12,10 @@ drafts, and where the drafter does not fit it schedules zeros as drafts. The pre
 count, but the time of the prefill.
 """
 
-import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -144,43 +144,43 @@ class _Client:
     def warm_up(self, question: Question) -> None:
         """Returns only when its tokens are counted, so that no measurement gets them."""
         before = self._counters()
-        [(found, _)] = asyncio.run(self._ask([question], 1, _WARM_UP_TOKENS))
+        with Endpoints([self._server.url]) as endpoints:
+            found, _ = self._ask(endpoints, question, _WARM_UP_TOKENS)
         self._settled(before, len(found.token_ids))
 
     def measure(self, cell: Cell, questions: Sequence[Question]) -> Measurement:
         """All prompts of a workload, `batch_size` at a time. With one at a time every answer has its own counts."""
-        limit = self._config.max_new_tokens
-        if cell.batch_size == 1:
-            answers: list[dict[str, Any]] = []
-            for question in questions:
-                before = self._counters()
-                [(found, seconds)] = asyncio.run(self._ask([question], 1, limit))
-                counts = self._settled(before, len(found.token_ids))
-                answers.append(_answer(found, seconds) | {"counts": vars(counts)})
-            return Measurement(cell, _ids(questions), sum(answer["seconds"] for answer in answers), tuple(answers))
-        before = self._counters()
-        started = time.perf_counter()
-        answers = [_answer(*found) for found in asyncio.run(self._ask(questions, cell.batch_size, limit))]
-        spent_s = time.perf_counter() - started
+        answers: list[dict[str, Any]] = []
+        with Endpoints([self._server.url]) as endpoints:
+            started = time.perf_counter()
+            spent_s = 0.0
+            if cell.batch_size == 1:
+                for question in questions:
+                    before = self._counters()
+                    found, seconds = self._ask(endpoints, question, self._config.max_new_tokens)
+                    spent_s += seconds
+                    counts = self._settled(before, len(found.token_ids))
+                    answers.append(_answer(found, seconds) | {"counts": vars(counts)})
+                return Measurement(cell, _ids(questions), spent_s, tuple(answers))
+            before = self._counters()
+            with ThreadPoolExecutor(cell.batch_size) as pool:
+                asked = pool.map(lambda q: self._ask(endpoints, q, self._config.max_new_tokens), questions)
+                answers = [_answer(found, seconds) for found, seconds in asked]
+            spent_s = time.perf_counter() - started
         counts = self._settled(before, sum(len(answer["token_ids"]) for answer in answers))
         answers[0]["counts"] = vars(counts)  # of all answers together
         return Measurement(cell, _ids(questions), spent_s, tuple(answers))
 
-    async def _ask(
-        self, questions: Sequence[Question], concurrency: int, max_tokens: int
-    ) -> list[tuple[Completion, float]]:
-        """The answers and how long each took, `concurrency` in flight."""
-        sampling = {"max_tokens": max_tokens, "temperature": 0, "stop_token_ids": self._stop_ids}
-        is_free = asyncio.Semaphore(concurrency)
-        async with Endpoints([self._server.url], concurrency) as endpoints:
-
-            async def ask(question: Question) -> tuple[Completion, float]:
-                async with is_free:
-                    started = time.perf_counter()
-                    found = await endpoints.complete(self._server.model, question.token_ids, sampling)
-                    return found, time.perf_counter() - started
-
-            return list(await asyncio.gather(*map(ask, questions)))
+    def _ask(self, endpoints: Endpoints, question: Question, max_tokens: int) -> tuple[Completion, float]:
+        started = time.perf_counter()
+        found = endpoints.complete(
+            self._server.model,
+            question.token_ids,
+            max_tokens=max_tokens,
+            temperature=0,
+            stop_token_ids=self._stop_ids,
+        )
+        return found, time.perf_counter() - started
 
     def _counters(self) -> DraftCounters:
         response = httpx.get(f"{self._server.url}/metrics", trust_env=False, timeout=30)
