@@ -126,7 +126,6 @@ def load_model(target: ResolvedTarget, device: str = "cpu", dtype: str | None = 
     model = AutoModelForCausalLM.from_pretrained(
         target.path,
         dtype=getattr(torch, dtype or target.dtype),
-        attn_implementation="sdpa",
         local_files_only=True,
         trust_remote_code=target.trust_remote_code,
     )

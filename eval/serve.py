@@ -31,7 +31,7 @@ from draftsmith.eval.measurements import Cell, Measurement, MeasurementLog
 from draftsmith.eval.workloads import Question
 from draftsmith.hidden_states.vllm_server import Server, launch
 
-_COUNTER = re.compile(r"^vllm:(\w+)_total\{([^}]*)\}\s+(\S+)$", re.MULTILINE)
+_COUNTER = re.compile(r"^vllm:(spec_decode_num_\w+|generation_tokens)_total\{([^}]*)\}\s+(\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
 # The counters follow the answer by one pass of the server's output loop.
 _SETTLE_S = 20.0
@@ -75,7 +75,7 @@ def parse_counters(metrics: str) -> DraftCounters:
         sums.get("spec_decode_num_drafts", 0),
         sums.get("spec_decode_num_draft_tokens", 0),
         sums.get("spec_decode_num_accepted_tokens", 0),
-        tuple(positions[i] for i in sorted(positions)),
+        tuple(positions.get(i, 0) for i in range(max(positions, default=-1) + 1)),
         sums.get("generation_tokens", 0),
     )
 
@@ -196,6 +196,11 @@ class _Client:
                     f"{self._server.url}/metrics counts {difference.generated} tokens, {num_tokens} were received"
                 )
             time.sleep(_POLL_S)
+        if difference.generated > num_tokens:
+            raise RuntimeError(
+                f"{self._server.url}/metrics counts {difference.generated} tokens, only {num_tokens} were received: "
+                "somebody else uses this server, so its counters are not this measurement's"
+            )
         return difference
 
 

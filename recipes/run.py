@@ -15,6 +15,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from draftsmith.recipes.process import prepare_process
+
 _CTRL_C = 130  # 128 + SIGINT
 _SHOWN_N = 3  # the proposal length that figures of other projects are mostly given for
 
@@ -185,9 +187,7 @@ def summary(report: dict[str, Any], path: Path) -> str:
 def main() -> NoReturn:
     """Entry point. Errors that the user can mend are one message, without a traceback (`--debug` shows it)."""
     logging.captureWarnings(True)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Before torch is imported: threads that spin at OpenMP's barriers make decoding on a busy CPU five times as slow.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    prepare_process()
     signal.signal(signal.SIGTERM, _terminate)
     # Wherever it stands: after a failure one appends it to the same command.
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]

@@ -373,6 +373,7 @@ STAGES: dict[str, Callable[[Run], None]] = {
 def run_stages(recipe: Recipe, first: str = "target", last: str = "eval") -> None:
     """Run the stages from `first` to `last`. Raises ValueError for unknown names or the wrong order."""
     names = list(STAGES)
+    first, last = (name.replace("-", "_") for name in (first, last))  # `draftsmith hidden-states` is the command's name
     for option, name in (("--from", first), ("--to", last)):
         if name not in STAGES:
             raise ValueError(f"{option} is {name!r}; the stages are {', '.join(names)}")

@@ -8,14 +8,17 @@ if not __package__:
     # Started as a folder: Python put it first on the path, where names like `config` would hide other modules.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent]
 
-import torch
-
-from draftsmith.recipes.schema import load_recipe
-from draftsmith.recipes.stages import train_stage
+from draftsmith.recipes.process import prepare_process
 
 
 def main() -> None:
     """Run the train stage of one recipe; its inputs must exist already."""
+    prepare_process()
+    import torch
+
+    from draftsmith.recipes.schema import load_recipe
+    from draftsmith.recipes.stages import train_stage
+
     parser = argparse.ArgumentParser(prog="draftsmith.train", description=__doc__)
     parser.add_argument("recipe", type=Path, help="the YAML file")
     parser.add_argument(
@@ -24,6 +27,8 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         train_stage(load_recipe(arguments.recipe, arguments.set))
+    except ValueError as error:  # what the user can mend is a message; everything else keeps its traceback
+        sys.exit(f"draftsmith.train: {error}")
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()

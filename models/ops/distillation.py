@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.models.parts.losses import LossName, Teacher, dense_loss, loss_and_gradient
+from draftsmith.models.ops.frozen_product import FrozenProduct, frozen_product
+from draftsmith.models.parts.losses import LossName, Teacher, dense_loss, logsumexp, loss_and_gradient
 from draftsmith.models.target import softcap
 
 # Rows per chunk so that one fp32 temporary of C x V stays near 16 MiB: in a last-level cache on a CPU, small beside the
 # weights on a GPU (where _ROWS_ON_GPU keeps the matrix products busy instead).
 _CHUNK_BYTES = 16 << 20
+_ROWS_ON_CPU = 128  # more rows make no product faster (measured from 64 to 614), only the temporaries larger
 _ROWS_ON_GPU = 1024
 
 
@@ -74,21 +76,20 @@ def eager_distil(
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, weight_KR, teacher_RH, lens, draft_VH, *student_KRH):  # type: ignore[no-untyped-def]
-        head, target = draft_VH.detach().to(lens.dtype), lens.target_VH.to(lens.dtype)
-        target_all = None if lens.target_all_VH is None else lens.target_all_VH.to(lens.dtype)
-        loss_K = torch.zeros(len(student_KRH), device=head.device)
+        draft, target, target_all = _products(lens)
+        loss_K = torch.zeros(len(student_KRH), device=draft_VH.device)
         top1_K = torch.zeros_like(loss_K)
         grads = [torch.zeros_like(student) for student in student_KRH]
         trains_head = draft_VH.requires_grad
         head_grads = [torch.zeros_like(draft_VH, dtype=torch.float32) for _ in student_KRH] if trains_head else []
-        for rows in _chunks(teacher_RH.shape[0], head):
+        for rows in _chunks(teacher_RH.shape[0], draft_VH):
             teacher = _teacher(teacher_RH[rows].to(lens.dtype), target, target_all, lens.softcap)
             for k, student_RH in enumerate(student_KRH):
                 weight_R = weight_KR[k, rows]
                 if not weight_R.any():
                     continue
                 hidden = student_RH[rows].to(lens.dtype)
-                logits = softcap(F.linear(hidden, head), lens.softcap)
+                logits = softcap(draft.to_logits(hidden), lens.softcap)
                 chunk = loss_and_gradient(name, logits, teacher)
                 loss_K[k] += chunk.value_R @ weight_R
                 top1_K[k] += chunk.is_top_R.float() @ weight_R
@@ -96,7 +97,7 @@ class _Distillation(torch.autograd.Function):
                 if lens.softcap is not None:
                     grad_RV = grad_RV * (1 - (logits.float() / lens.softcap) ** 2)
                 grad_RV = grad_RV.to(lens.dtype)
-                grads[k][rows] = (grad_RV @ head).to(student_RH.dtype) * weight_R[:, None].to(student_RH.dtype)
+                grads[k][rows] = draft.back(grad_RV).to(student_RH.dtype) * weight_R[:, None].to(student_RH.dtype)
                 if trains_head:
                     weighted = hidden * weight_R[:, None].to(hidden.dtype)
                     head_grads[k] += (grad_RV.T @ weighted).float()
@@ -121,21 +122,41 @@ class _Distillation(torch.autograd.Function):
         )
 
 
-def _teacher(states_RH: Tensor, target_VH: Tensor, target_all_VH: Tensor | None, cap: float | None) -> Teacher:
+def _products(lens: Lens) -> tuple[FrozenProduct, FrozenProduct, FrozenProduct | None]:
+    """Of the draft's matrix, the target's, and the whole of the target's."""
+    size = _rows_per_chunk(lens.draft_VH)
+    target = frozen_product(lens.target_VH.to(lens.dtype), size)
+    everything = lens.target_all_VH
+    target_all = None if everything is None else frozen_product(everything.to(lens.dtype), size)
+    if lens.draft_VH is lens.target_VH:
+        return target, target, target_all
+    if lens.draft_VH.requires_grad:
+        return FrozenProduct(lens.draft_VH.detach().to(lens.dtype)), target, target_all
+    return frozen_product(lens.draft_VH.to(lens.dtype), size), target, target_all
+
+
+def _teacher(states_RH: Tensor, target: FrozenProduct, target_all: FrozenProduct | None, cap: float | None) -> Teacher:
     lse_R = None
-    if target_all_VH is not None:
-        lse_R = softcap(F.linear(states_RH, target_all_VH), cap).float().logsumexp(-1)
-    return Teacher.of_logits(softcap(F.linear(states_RH, target_VH), cap), lse_R)
+    if target_all is not None:
+        lse_R = logsumexp(softcap(target_all.to_logits(states_RH), cap))
+    return Teacher.of_logits(softcap(target.to_logits(states_RH), cap), lse_R)
 
 
 def greedy_tokens(hidden_RH: Tensor, head_VH: Tensor) -> Tensor:
     """argmax over V of hidden @ head^T in chunks: int64 [R] draft ids. A softcap is monotonous: it changes nothing."""
+    product = frozen_product(head_VH, _rows_per_chunk(head_VH))
     tokens = [
-        F.linear(hidden_RH[rows].to(head_VH.dtype), head_VH).argmax(-1) for rows in _chunks(hidden_RH.shape[0], head_VH)
+        product.to_logits(hidden_RH[rows].to(head_VH.dtype)).argmax(-1) for rows in _chunks(hidden_RH.shape[0], head_VH)
     ]
     return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=hidden_RH.device)
 
 
 def _chunks(num_rows: int, head_VH: Tensor) -> Iterable[slice]:
-    size = _ROWS_ON_GPU if head_VH.device.type == "cuda" else max(16, _CHUNK_BYTES // (4 * head_VH.shape[0]))
+    size = _rows_per_chunk(head_VH)
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
+
+
+def _rows_per_chunk(head_VH: Tensor) -> int:
+    if head_VH.device.type == "cuda":
+        return _ROWS_ON_GPU
+    return min(_ROWS_ON_CPU, max(16, _CHUNK_BYTES // (4 * head_VH.shape[0])))

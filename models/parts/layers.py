@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from draftsmith.models.ops.elementwise import rms_norm, swiglu
 from draftsmith.models.parts.rope import rotate
 
 Angles = tuple[Tensor, Tensor]
@@ -50,8 +50,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps)
-        return normed.to(self.weight.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
@@ -64,7 +63,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_RH: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_RH)) * self.up_proj(x_RH))  # type: ignore[no-any-return]
+        return self.down_proj(swiglu(self.gate_proj(x_RH), self.up_proj(x_RH)))  # type: ignore[no-any-return]
 
 
 class Projections(nn.Module):

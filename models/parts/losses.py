@@ -35,13 +35,11 @@ class Teacher:
     @classmethod
     def of_logits(cls, logits_RV: Tensor, lse_all_R: Tensor | None) -> "Teacher":
         """From logits on the draft vocabulary and, if that is trimmed, the log-sum-exp over the whole vocabulary."""
-        log_probs_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float32)
-        top_R = logits_RV.argmax(-1)
-        mass_R1 = None
-        if lse_all_R is not None:
-            mass_R1 = (logits_RV.float().logsumexp(-1) - lse_all_R).exp()[:, None]
-        probs_RV = log_probs_RV.exp()
-        return cls(probs_RV, -_rowwise_dot(probs_RV, log_probs_RV), top_R, mass_R1)
+        logits_RV = logits_RV.float()
+        lse_R = logsumexp(logits_RV)
+        probs_RV = torch.softmax(logits_RV, dim=-1)
+        mass_R1 = None if lse_all_R is None else (lse_R - lse_all_R).exp()[:, None]
+        return cls(probs_RV, lse_R - _rowwise_dot(probs_RV, logits_RV), logits_RV.argmax(-1), mass_R1)
 
 
 @dataclass(frozen=True)
@@ -56,18 +54,19 @@ class ChunkLoss:
 
 def loss_and_gradient(name: LossName, logits_RV: Tensor, teacher: Teacher) -> ChunkLoss:
     """The loss of each row and its gradient. Works in place: at most three temporaries of R x V at a time."""
+    logits_RV = logits_RV.float()
     best_R = logits_RV.amax(-1)
-    is_top_R = logits_RV.gather(-1, teacher.top_R[:, None])[:, 0] >= best_R
-    log_q_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float32)
+    top_R1 = teacher.top_R[:, None]
+    at_top_R = logits_RV.gather(-1, top_R1)[:, 0]
+    is_top_R = at_top_R >= best_R
+    q_RV = torch.softmax(logits_RV, dim=-1)
+    lse_R = best_R - q_RV.amax(-1).log()  # the largest probability is at least 1/V, so its logarithm is exact
     if name == "ce":
-        value_R = -log_q_RV.gather(-1, teacher.top_R[:, None])[:, 0]
-        grad_RV = log_q_RV.exp_()
-        grad_RV.scatter_add_(-1, teacher.top_R[:, None], torch.full_like(best_R, -1.0, dtype=grad_RV.dtype)[:, None])
-        return ChunkLoss(value_R, grad_RV, None, is_top_R)
+        grad_RV = q_RV.scatter_add_(-1, top_R1, torch.full_like(top_R1, -1.0, dtype=q_RV.dtype))
+        return ChunkLoss(lse_R - at_top_R, grad_RV, None, is_top_R)
     kl_R = None
     if name in ("kl", "lk_hybrid"):
-        kl_R = -_rowwise_dot(teacher.probs_RV, log_q_RV) - teacher.entropy_R
-    q_RV = log_q_RV.exp_()
+        kl_R = lse_R - _rowwise_dot(teacher.probs_RV, logits_RV) - teacher.entropy_R
     if name == "kl":
         assert kl_R is not None
         return ChunkLoss(kl_R, q_RV.sub_(teacher.probs_RV), None, is_top_R)
@@ -102,7 +101,13 @@ def dense_loss(name: LossName, logits_RV: Tensor, teacher_logits_RV: Tensor, lse
     return lam * kl + (1 - lam) * (1 - alpha)
 
 
+def logsumexp(logits_RV: Tensor) -> Tensor:
+    """log sum exp over V in fp32 [R]. torch's own takes 15 times as long on a CPU (V = 49,152, two cores)."""
+    best_R1 = logits_RV.amax(-1, keepdim=True).float()
+    lse_R: Tensor = (logits_RV.float() - best_R1).exp_().sum(-1).log_() + best_R1[:, 0]
+    return lse_R
+
+
 def _rowwise_dot(a_RV: Tensor, b_RV: Tensor) -> Tensor:
-    """sum over V. Four times as fast on a CPU as a batched matrix product of single rows (measured at V = 49,152)."""
-    dot_R: Tensor = torch.linalg.vecdot(a_RV, b_RV)
-    return dot_R
+    """sum over V. On a CPU faster than vecdot and than a batched product of single rows (measured at V = 49,152)."""
+    return (a_RV * b_RV).sum(-1)

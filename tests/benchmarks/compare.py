@@ -13,10 +13,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from workload import DOCUMENT_LENGTHS, MODES, TTT_STEPS, write_workload
+
+from draftsmith.recipes.process import SETTINGS
 
 _FOLDER = Path(__file__).parent
 _PEER_ATTENTIONS = ("eager", "sdpa")
@@ -36,7 +40,8 @@ def main() -> int:
             runs: dict[str, list[dict[str, Any]]] = {"peer": [], "ours": []}
             for _ in range(arguments.rounds):
                 runs["peer"].append(_run_peer(mode, workload, arguments, attention))
-                runs["ours"].append(_run([sys.executable, str(_FOLDER / "our_step.py")], mode, workload, arguments))
+                ours = [sys.executable, str(_FOLDER / "our_step.py")]
+                runs["ours"].append(_run(ours, mode, workload, arguments, SETTINGS))
             _check_same_work(mode, runs["peer"][0], runs["ours"][0])
             results[mode] = runs
     print(_table(results, arguments))
@@ -70,12 +75,18 @@ def _run_peer(mode: str, workload: Path, arguments: argparse.Namespace, attentio
     return _run(command, mode, workload, arguments)
 
 
-def _run(command: list[str], mode: str, workload: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One process; its last line of output is its result."""
+def _run(
+    command: list[str],
+    mode: str,
+    workload: Path,
+    arguments: argparse.Namespace,
+    settings: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """One process, with what its command line would set for it; its last line of output is its result."""
     command += ["--mode", mode, "--workload", str(workload)]
     command += ["--steps", str(arguments.steps), "--threads", str(arguments.threads)]
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(arguments.threads)}
-    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | offline)
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings | offline)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed with {process.returncode}:\n{process.stderr}")
     result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])

@@ -30,3 +30,8 @@ def test_a_server_without_speculation_has_none() -> None:
     assert parse_counters('vllm:generation_tokens_total{engine="0",model_name="x"} 5.0\n') == DraftCounters(
         0, 0, 0, (), 5
     )
+
+
+def test_unrelated_and_missing_counters_change_nothing() -> None:
+    text = METRICS.replace(METRICS.splitlines()[6] + "\n", "") + 'vllm:prompt_tokens_total{engine="0"} NaN\n'
+    assert parse_counters(text) == DraftCounters(12, 36, 9, (0, 3, 0), 22), "position 0 was never accepted"
