@@ -61,6 +61,7 @@ class Context:
     last_BRH: Tensor  # pre-norm
     start_B: Tensor  # int64, position of row 0
     num_rows_B: Tensor  # int64, at least 1 for a live sequence
+    ids_BR: Tensor | None = None  # int64, x[p] of row p; the runtime always gives it, learned heads do not need it
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Draft:
     tokens_BN: Tensor  # int64
     probs_BNV: Tensor | None  # the exact distribution each token was drawn from (target vocabulary); None = greedy
     confidence_BN: Tensor | None = None  # probability that the token is accepted, given that its prefix was
+    num_tokens_B: Tensor | None = None  # int64, ragged lengths, 0 included: what lies behind is padding; None = all N
 
 
 @dataclass(frozen=True)
