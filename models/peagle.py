@@ -31,7 +31,7 @@ from draftsmith.models.ops.distillation import Lens, distil, greedy_tokens
 from draftsmith.models.ops.segments import Segment, segment_attention
 from draftsmith.models.parts.document_rows import all_segments, rows_of, supervised_segments, whole_segments
 from draftsmith.models.parts.draft_cache import DraftCache
-from draftsmith.models.parts.draft_vocabulary import check_kept_ids, ids_of, kept_mask, offsets_of
+from draftsmith.models.parts.draft_vocabulary import check_kept_ids, kept_mask, offsets_of
 from draftsmith.models.parts.fused_layer import FusedLayer
 from draftsmith.models.parts.layers import LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
@@ -63,7 +63,7 @@ class Config(BaseModel, extra="forbid", frozen=True):
     fc_norm: bool = Field(True, description="a norm per auxiliary layer before fc")
     norm_before_fc: bool = Field(False, description="one norm over all auxiliary layers before fc; excludes fc_norm")
     norm_before_residual: bool = Field(False, description="the first layer's residual starts from the normed state")
-    num_depths: int = Field(8, ge=1, le=32, description="tokens that are trained to be drafted in one pass")
+    num_depths: int = Field(8, ge=2, le=32, description="tokens that are trained to be drafted in one pass")
     keep_ratio: float = Field(0.7, gt=0, le=1, description="COD sampling: depth d trains a share keep_ratio**d of rows")
     min_keep_ratio: float = Field(0.2, ge=0, le=1, description="COD sampling: the smallest share of any depth")
     loss: LossName = "kl"
@@ -233,7 +233,7 @@ class Head(nn.Module):
             own_k, own_v = layer.self_attn.keys_values(mixed, angles_M)
             own_v = own_v.expand(positions_M.shape[0], -1, -1)
             queries = layer.self_attn.queries(mixed, angles_M)
-            attended = [queries[:0]]  # with one depth there are no mask rows
+            attended = [queries[:0]]  # one drafted token needs no mask rows
             diagonal_k: list[Tensor] = []
             diagonal_v: list[Tensor] = []
             for (_, rows), q, k, v in zip(later, *(x.split(sizes) for x in (queries, own_k, own_v)), strict=True):
@@ -258,10 +258,10 @@ class Head(nn.Module):
     ) -> Draft:
         """One pass over the newly committed rows and, right behind the last of each sequence, its N-1 mask rows.
 
-            row       0 .. r-1            committed, r = num_rows_B      writes keys that stay
-                      r .. r+N-2          masks, positions go on         overwritten by the next round's committed rows
-                      behind              padding of shorter sequences   further on than anything that looks
-            drafted   from rows r-1 .. r+N-2
+        row       0 .. r-1            committed, r = num_rows_B      writes keys that stay
+                  r .. r+N-2          masks, positions go on         overwritten by the next round's committed rows
+                  behind              padding of shorter sequences   further on than anything that looks
+        drafted   from rows r-1 .. r+N-2
         """
         num_rows = context.next_ids_BR.shape[1] + num_tokens - 1
         index_R = torch.arange(num_rows, device=context.start_B.device)

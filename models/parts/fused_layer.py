@@ -1,6 +1,6 @@
 """A decoder layer of the EAGLE-3 body: the first one reads [norm(embedding); norm(state)], the others the state alone.
 
-    R rows, H width, h query heads, D head width
+R rows, H width, h query heads, D head width
 """
 
 import torch

@@ -27,7 +27,9 @@ def test_an_unknown_method_is_refused_with_the_list_of_methods() -> None:
 @pytest.mark.parametrize("method", available_methods())
 def test_no_other_file_names_a_method(method: str) -> None:
     names_it = re.compile(rf"""["']{method}["']|\bmodels\.{method}\b|\bmodels import {method}\b""")
-    engines_words = re.compile("^SERVED_AS = .*$", re.MULTILINE)  # a serving engine's name for it, which may be the same
+    engines_words = re.compile(
+        "^SERVED_AS = .*$", re.MULTILINE
+    )  # a serving engine's name for it, which may be the same
     offenders = [
         str(path.relative_to(ROOT))
         for folder in FOLDERS
