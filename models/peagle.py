@@ -236,7 +236,9 @@ class Head(nn.Module):
             attended = [queries[:0]]  # one drafted token needs no mask rows
             diagonal_k: list[Tensor] = []
             diagonal_v: list[Tensor] = []
-            for (_, rows), q, k, v in zip(later, *(x.split(sizes) for x in (queries, own_k, own_v)), strict=True):
+            for (_, rows), q, k, v in zip(
+                later, *(torch.split(x, sizes) for x in (queries, own_k, own_v)), strict=True
+            ):
                 # The attention wants unbroken segments: dropped rows are zeros there, and left out again.
                 diagonal_k.append(_spread(k, rows, rows_R.shape[0]))
                 diagonal_v.append(_spread(v, rows, rows_R.shape[0]))
@@ -244,7 +246,7 @@ class Head(nn.Module):
                 q = _spread(q, rows, rows_R.shape[0])
                 attended.append(segment_attention(q, keys, values, *stacked, segments)[rows])
             mask_state = layer.finish(residual, torch.cat(attended))
-        return [self.norm(state), *self.norm(mask_state).split(sizes)]
+        return [self.norm(state), *torch.split(self.norm(mask_state), sizes)]
 
     # ---------------------------------------------------------------- drafting
 
