@@ -33,7 +33,7 @@ from draftsmith.models.parts.document_rows import all_segments, rows_of, supervi
 from draftsmith.models.parts.draft_cache import DraftCache
 from draftsmith.models.parts.draft_vocabulary import check_kept_ids, kept_mask, offsets_of
 from draftsmith.models.parts.fused_layer import FusedLayer
-from draftsmith.models.parts.layers import LayerShape, RMSNorm
+from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
 from draftsmith.models.parts.rope import Rope
 from draftsmith.models.parts.serving_config import check_layer_fields, layer_fields
@@ -209,44 +209,26 @@ class Head(nn.Module):
 
     def _outputs(self, batch: Batch, segments: list[Segment], kept: list[Tensor]) -> list[Tensor]:
         """Final-norm outputs of every depth, of its kept rows. kept[0] are all R rows, kept[d+1] some of kept[d]."""
-        device = batch.input_ids_BT.device
-        rows_R, tokens_N = rows_of(segments, device), batch.input_ids_BT.reshape(-1)
-        positions_N = batch.position_ids_BT.reshape(-1)
-        later = [(depth, rows) for depth, rows in enumerate(kept) if depth]
-        sizes = [rows.shape[0] for _, rows in later]
-        positions_M = torch.cat([positions_N[:0], *(positions_N[rows_R[rows]] + depth for depth, rows in later)])
-        angles_N, angles_M = self.rope.angles(positions_N), self.rope.angles(positions_M)
-        state = self._fuse(batch.aux_BTF.reshape(tokens_N.shape[0], -1))
-        mask_state = self._fuse(self.mask_hidden[0])  # one row stands for all M until the first attention parts them
+        rows_R, everything = rows_of(segments, batch.input_ids_BT.device), all_segments(batch)
+        tokens_N, positions_N = batch.input_ids_BT.reshape(-1), batch.position_ids_BT.reshape(-1)
+        later = [positions_N[rows_R[rows]] + depth for depth, rows in enumerate(kept) if depth]
+        angles_N, angles_M = self.rope.angles(positions_N), self.rope.angles(torch.cat([positions_N[:0], *later]))
         next_N = torch.cat([tokens_N[1:], tokens_N[:1]])  # the last token of a document has no successor and no row
         embedded, mask_embedded = self._embed(next_N), self._mask_embedded()[None]
+        state = self._fuse(batch.aux_BTF.reshape(tokens_N.shape[0], -1))
+        mask_state = self._fuse(self.mask_hidden[0])  # one row stands for all M until the first attention parts them
         for index, layer in enumerate(self._layers()):
             is_last = index == len(self.layers) - 1
             mixed, residual = layer.read(embedded, state)
             keys, values = layer.self_attn.keys_values(mixed, angles_N)
-            rows = rows_R if is_last else torch.arange(tokens_N.shape[0], device=device)
+            rows = rows_R if is_last else torch.arange(tokens_N.shape[0], device=rows_R.device)
             queries = layer.self_attn.queries(mixed[rows], (angles_N[0][rows], angles_N[1][rows]))
-            spans = segments if is_last else all_segments(batch)
+            spans = segments if is_last else everything
             state = layer.finish(residual[rows], segment_attention(queries, keys, values, None, None, spans))
-
             mixed, residual = layer.read(mask_embedded, mask_state)
-            own_k, own_v = layer.self_attn.keys_values(mixed, angles_M)
-            own_v = own_v.expand(positions_M.shape[0], -1, -1)
-            queries = layer.self_attn.queries(mixed, angles_M)
-            attended = [queries[:0]]  # one drafted token needs no mask rows
-            diagonal_k: list[Tensor] = []
-            diagonal_v: list[Tensor] = []
-            for (_, rows), q, k, v in zip(
-                later, *(torch.split(x, sizes) for x in (queries, own_k, own_v)), strict=True
-            ):
-                # The attention wants unbroken segments: dropped rows are zeros there, and left out again.
-                diagonal_k.append(_spread(k, rows, rows_R.shape[0]))
-                diagonal_v.append(_spread(v, rows, rows_R.shape[0]))
-                stacked = torch.stack(diagonal_k, dim=1), torch.stack(diagonal_v, dim=1)
-                q = _spread(q, rows, rows_R.shape[0])
-                attended.append(segment_attention(q, keys, values, *stacked, segments)[rows])
-            mask_state = layer.finish(residual, torch.cat(attended))
-        return [self.norm(state), *torch.split(self.norm(mask_state), sizes)]
+            attended = _attend_masks(layer, mixed, angles_M, keys, values, kept, segments)
+            mask_state = layer.finish(residual, attended)
+        return [self.norm(state), *torch.split(self.norm(mask_state), [rows.shape[0] for rows in kept[1:]])]
 
     # ---------------------------------------------------------------- drafting
 
@@ -423,6 +405,33 @@ def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         **{size: layer[size] for size in sizes},
         **{name: bool(fields.get(name, layer.get(name, eagle.get(name, False)))) for name in _EXPORTED_SWITCHES},
     )
+
+
+def _attend_masks(
+    layer: FusedLayer,
+    mixed: Tensor,
+    angles_M: Angles,
+    keys_NgD: Tensor,
+    values_NgD: Tensor,
+    kept: list[Tensor],
+    segments: list[Segment],
+) -> Tensor:
+    """The mask rows of all depths, one depth after another: [M, h, D]. `mixed` is [M, width], or one row for all."""
+    queries, (own_k, own_v) = layer.self_attn.queries(mixed, angles_M), layer.self_attn.keys_values(mixed, angles_M)
+    own_v = own_v.expand(own_k.shape[0], -1, -1)
+    sizes, num_rows = [rows.shape[0] for rows in kept[1:]], kept[0].shape[0]
+    attended = [queries[:0]]  # one drafted token needs no mask rows
+    diagonal_k: list[Tensor] = []
+    diagonal_v: list[Tensor] = []
+    parts = (torch.split(x, sizes) for x in (queries, own_k, own_v))
+    for rows, q_RhD, k_RgD, v_RgD in zip(kept[1:], *parts, strict=True):
+        # The attention wants unbroken segments: dropped rows are zeros there, and left out again.
+        diagonal_k.append(_spread(k_RgD, rows, num_rows))
+        diagonal_v.append(_spread(v_RgD, rows, num_rows))
+        own = torch.stack(diagonal_k, dim=1), torch.stack(diagonal_v, dim=1)
+        out = segment_attention(_spread(q_RhD, rows, num_rows), keys_NgD, values_NgD, *own, segments)
+        attended.append(out[rows])
+    return torch.cat(attended)
 
 
 def _spread(x_RgD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
