@@ -1,10 +1,16 @@
 """Prompt lookup proposes what vLLM's does: of the longest repeated n-gram, what followed its first occurrence."""
 
+import json
+import os
 import random
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from draftsmith.eval.ngram import NgramConfig, NgramLookup
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def proposed(text: list[int], num_tokens: int, min_match: int, max_match: int) -> list[int]:
@@ -58,3 +64,33 @@ def test_it_equals_a_search_through_the_whole_text_however_the_text_grew() -> No
 def test_a_shortest_match_above_the_longest_is_refused() -> None:
     with pytest.raises(ValueError, match="min_match is 6, above max_match 5"):
         NgramConfig(min_match=6)
+
+
+# Runs in vLLM's environment: cases on standard input, what vLLM's own search proposes on standard output.
+_VLLM_SEARCH = """
+import json, sys
+import numpy as np
+from vllm.v1.spec_decode.ngram_proposer import _find_longest_matched_ngram_and_propose_tokens as find
+found = [find(np.array(text), low, high, 10**6, n).tolist() for text, n, low, high in json.load(sys.stdin)]
+print("proposals", json.dumps(found))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_it_proposes_what_vllm_proposes() -> None:
+    python = Path(os.environ.get("DRAFTSMITH_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))
+    if not python.is_file():
+        pytest.skip(f"no vLLM environment at {python}; set DRAFTSMITH_VLLM_PYTHON or run make setup-vllm")
+    draw, cases = random.Random(7), []
+    for _ in range(1000):
+        low = draw.randint(1, 3)
+        text = [draw.randint(0, 3) for _ in range(draw.randint(1, 30))]
+        cases.append((text, draw.randint(1, 5), low, draw.randint(low, 5)))
+    done = subprocess.run(
+        [str(python), "-c", _VLLM_SEARCH], input=json.dumps(cases), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("proposals "))
+    expected = json.loads(line.removeprefix("proposals "))
+    assert [proposed(*case) for case in cases] == expected and sum(map(bool, expected)) > 300
