@@ -3,8 +3,9 @@
 B sequences, R rows, N drafted tokens
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -84,17 +85,21 @@ class Baseline:
     """A drafter by name, with what it remembers of earlier answers."""
 
     def __init__(self, name: BaselineName, config: EvalConfig) -> None:
-        self._earlier = SuffixTree(config.suffix)
-        self._remembers = name == "suffix" and config.suffix.uses_earlier_answers
-        new_lookups: dict[Literal["ngram", "suffix"], Callable[[], Lookup]] = {
+        self._earlier, self._answers = SuffixTree(config.suffix), deque[Sequence[int]]()
+        self._max_tokens = config.suffix.max_earlier_tokens if name == "suffix" else 0
+        new_lookups: dict[BaselineName, Callable[[], Lookup]] = {
             "ngram": lambda: NgramLookup(config.ngram),
             "suffix": lambda: SuffixLookup(config.suffix, self._earlier),
         }
         self.drafter = LookupDrafter(new_lookups[name])
 
     def remember(self, answer: Sequence[int]) -> None:
-        """An answer that was given."""
-        if self._remembers:
-            open_ends = self._earlier.text()
-            for token in answer:
-                self._earlier.append(open_ends, token)
+        """An answer that was given; for it the oldest are forgotten."""
+        if len(answer) > self._max_tokens:
+            return
+        self._answers.append(answer)
+        while sum(map(len, self._answers)) > self._max_tokens:
+            self._earlier.remove(self._answers.popleft())
+        open_ends = self._earlier.text()
+        for token in answer:
+            self._earlier.append(open_ends, token)

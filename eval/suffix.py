@@ -25,8 +25,11 @@ class SuffixConfig(BaseModel, extra="forbid", frozen=True):
     max_depth: int = Field(24, ge=2, description="tokens of match and proposal together")
     max_length_factor: float = Field(1.0, gt=0, description="longest proposal per token of the match")
     min_probability: float = Field(0.1, ge=0, le=1, description="of a proposal, by the counts; it ends below")
-    uses_earlier_answers: bool = Field(
-        True, description="also look into the answers that were given before, of the same workload and setting"
+    max_earlier_tokens: int = Field(
+        20_000,
+        ge=0,
+        description="also look into so much of the last answers, of the same workload and setting; 0 = only into the "
+        "text itself. A token takes up to max_depth nodes of some 300 bytes each",
     )
 
 
@@ -51,6 +54,19 @@ class SuffixTree:
             child = node.children.setdefault(token, _Node())
             child.count += 1
             open_ends[index] = child
+
+    def remove(self, text: Sequence[int]) -> None:
+        """Take a whole text out again."""
+        for start in range(len(text)):
+            node = self._root
+            node.count -= 1
+            for token in text[start : start + self._config.max_depth]:
+                child = node.children[token]
+                child.count -= 1
+                if child.count == 0:
+                    del node.children[token]
+                    break
+                node = child
 
     def propose(self, end: Sequence[int], num_tokens: int) -> tuple[float, list[int]]:
         """Score and tokens of the best continuation of a text that ends so; nothing scores 0."""

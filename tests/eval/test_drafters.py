@@ -69,10 +69,11 @@ def test_a_batch_without_any_match_drafts_nothing() -> None:
     assert draft.tokens_BN.shape == (1, 0)
 
 
-def test_only_what_was_told_to_remember_is_remembered() -> None:
-    for uses, expected in ((True, [3, 4]), (False, [])):
-        suffix = CONFIG.suffix.model_copy(update={"uses_earlier_answers": uses})
+def test_the_last_answers_are_remembered_as_far_as_there_is_room() -> None:
+    for room, expected in ((0, []), (3, []), (4, [3, 4]), (7, [3, 4]), (8, [5, 6])):
+        suffix = CONFIG.suffix.model_copy(update={"max_earlier_tokens": room})
         baseline = Baseline("suffix", CONFIG.model_copy(update={"suffix": suffix}))
+        baseline.remember([1, 2, 5, 6])  # of two that continue equally often, the first that was seen wins
         baseline.remember([1, 2, 3, 4])
         drafter = baseline.drafter
         draft = drafter.draft(drafter.start(1, torch.device("cpu")), rows([[9, 1]], [[1, 2]], [0], [2]), 3, 0.0, None)

@@ -81,6 +81,20 @@ def test_the_tree_counts_every_suffix_and_scores_by_the_counts() -> None:
     assert num_proposals > 60
 
 
+def test_a_removed_text_leaves_no_trace() -> None:
+    draw = random.Random(2)
+    for _ in range(50):
+        config = SuffixConfig(max_depth=draw.randint(2, 6))
+        texts = [[draw.randint(0, 4) for _ in range(draw.randint(1, 14))] for _ in range(3)]
+        tree = tree_of(config, *texts)
+        tree.remove(texts[1])
+        end = [draw.randint(0, 4) for _ in range(config.max_depth)]
+        assert tree.propose(end, 3)[0] == pytest.approx(by_definition(config, [texts[0], texts[2]], end, 3)[0])
+        for text in (texts[0], texts[2]):
+            tree.remove(text)
+        assert all(tree.propose([token, token], 3) == (0.0, []) for token in range(5))
+
+
 def test_a_text_repeats_itself_and_earlier_answers_help_only_with_a_better_score() -> None:
     lookup = SuffixLookup(CONFIG, tree_of(CONFIG, [5, 6, 7, 8]))
     lookup.extend([1, 5, 6])
