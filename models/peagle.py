@@ -31,7 +31,7 @@ from draftsmith.models.ops.distillation import Lens, distil, greedy_tokens
 from draftsmith.models.ops.segments import Segment, segment_attention
 from draftsmith.models.parts.document_rows import all_segments, rows_of, supervised_segments, whole_segments
 from draftsmith.models.parts.draft_cache import DraftCache
-from draftsmith.models.parts.draft_vocabulary import check_kept_ids, kept_mask, offsets_of
+from draftsmith.models.parts.draft_vocabulary import check_kept_ids, ids_of, kept_mask, offsets_of
 from draftsmith.models.parts.fused_layer import FusedLayer
 from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
@@ -57,9 +57,11 @@ class Config(BaseModel, extra="forbid", frozen=True):
     mask_token_id: int | None = Field(
         None, ge=0, description="a token that no text holds; default the last id, which pads most embedding tables"
     )
-    train_mask_embedding: bool = Field(
-        True, description="learn the mask token's embedding; the export then carries a whole table, one row changed"
+    train_embeddings: Literal["none", "mask", "all"] = Field(
+        "mask",
+        description="mask: of the mask token alone; all: a table of the head's own. Both are exported as a table",
     )
+    train_lm_head: bool = Field(False, description="train an lm_head of its own; default: the target's rows, frozen")
     fc_norm: bool = Field(True, description="a norm per auxiliary layer before fc")
     norm_before_fc: bool = Field(False, description="one norm over all auxiliary layers before fc; excludes fc_norm")
     norm_before_residual: bool = Field(False, description="the first layer's residual starts from the normed state")
@@ -126,9 +128,12 @@ class Head(nn.Module):
             raise ValueError(f"model.mask_token_id is {wanted}; the target's embedding table has only {num_rows} rows")
         self.mask_token_id = num_rows - 1 if wanted is None else wanted
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, num_features))  # shape and scale as in vLLM and speculators
-        if self.config.train_mask_embedding:
-            embedded_H = self.target.embed(torch.tensor(self.mask_token_id, device=self.target.embedding_VH.device))
-            self.mask_embedding = nn.Parameter(embedded_H.detach().float().clone())
+        learns, scale = self.config.train_embeddings, self.target.embedding_scale
+        if learns == "mask":
+            self.mask_embedding = nn.Parameter(self.target.embedding_VH[self.mask_token_id].float() * scale)
+        if learns == "all":
+            table_VH = self.target.embedding_VH.float() * scale
+            self.embed_tokens = nn.Embedding.from_pretrained(table_VH, freeze=False)  # type: ignore[no-untyped-call]
 
     def _set_vocabulary(self, kept_ids: Tensor | None) -> None:
         wanted, full = self.config.draft_vocab_size, self.target.vocab_size
@@ -145,7 +150,10 @@ class Head(nn.Module):
             self.register_buffer("t2d", kept_mask(kept_ids, full))
             head_VH = head_VH[kept_ids]
         self._is_trimmed = head_VH is not self.target.head_VH
-        self._head_VH = head_VH
+        self._target_rows_VH = head_VH
+        if self.config.train_lm_head:
+            self.lm_head = nn.Linear(head_VH.shape[1], head_VH.shape[0], bias=False)
+            self.lm_head.weight.data.copy_(head_VH)
 
     # ---------------------------------------------------------------- training
 
@@ -204,7 +212,7 @@ class Head(nn.Module):
             batch.input_ids_BT.numel(), num_tokens, dtype=torch.int64, device=batch.input_ids_BT.device
         )
         for depth, outputs in enumerate(self._outputs(batch, segments, [every_R] * num_tokens)):
-            drafted_NK[rows_R, depth] = self._to_target(greedy_tokens(outputs, self._head_VH))
+            drafted_NK[rows_R, depth] = self._to_target(greedy_tokens(outputs, self._head()))
         return drafted_NK.view(*batch.input_ids_BT.shape, num_tokens)
 
     def _outputs(self, batch: Batch, segments: list[Segment], kept: list[Tensor]) -> list[Tensor]:
@@ -281,11 +289,11 @@ class Head(nn.Module):
 
     def _sample(self, output_BNH: Tensor, temperature: float, generator: torch.Generator | None) -> Draft:
         """Every position for itself: its distribution does not depend on what its neighbours drew."""
-        batch, num_tokens = output_BNH.shape[:2]
+        (batch, num_tokens), head_VH = output_BNH.shape[:2], self._head()
         if temperature <= 0:
-            greedy = greedy_tokens(output_BNH.flatten(0, 1), self._head_VH)
+            greedy = greedy_tokens(output_BNH.flatten(0, 1), head_VH)
             return Draft(self._to_target(greedy).view(batch, num_tokens), None)
-        logits_BNV = F.linear(output_BNH.to(self._head_VH.dtype), self._head_VH).float()
+        logits_BNV = F.linear(output_BNH.to(head_VH.dtype), head_VH).float()
         if self.target.logit_softcap is not None:
             logits_BNV = self.target.logit_softcap * torch.tanh(logits_BNV / self.target.logit_softcap)
         probs_BNV = torch.softmax(logits_BNV / temperature, dim=-1)
@@ -310,25 +318,28 @@ class Head(nn.Module):
 
     def _mask_embedded(self) -> Tensor:
         """[H]."""
-        if self.config.train_mask_embedding:
-            return self.mask_embedding
-        return self.target.embed(torch.tensor(self.mask_token_id, device=self.mask_hidden.device))
+        return self._embed(torch.tensor(self.mask_token_id, device=self.mask_hidden.device))
 
     def _embed(self, ids: Tensor) -> Tensor:
         """[..., H]. A text that holds the mask token gets the learnt row too: a server has one table for both."""
+        if self.config.train_embeddings == "all":
+            return self.embed_tokens(ids)  # type: ignore[no-any-return]
         embedded = self.target.embed(ids)
-        if not self.config.train_mask_embedding:
+        if self.config.train_embeddings == "none":
             return embedded
-        return torch.where(
-            (ids == self.mask_token_id)[..., None], self.mask_embedding, embedded.to(self.mask_embedding.dtype)
-        )
+        is_mask = (ids == self.mask_token_id)[..., None]
+        return torch.where(is_mask, self.mask_embedding, embedded.to(self.mask_embedding.dtype))
+
+    def _head(self) -> Tensor:
+        weight: Tensor = self.lm_head.weight if self.config.train_lm_head else self._target_rows_VH
+        return weight
 
     def _lens(self) -> Lens:
-        device = self._head_VH.device.type
+        device = self._target_rows_VH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.weight.dtype
         needs_mass = self._is_trimmed and self.config.loss in ("tv", "lk_hybrid")
         everything = self.target.head_VH if needs_mass else None
-        return Lens(self._head_VH, self._head_VH, everything, self.target.logit_softcap, dtype)
+        return Lens(self._head(), self._target_rows_VH, everything, self.target.logit_softcap, dtype)
 
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids] if self._is_trimmed else draft_ids  # type: ignore[index]
@@ -344,7 +355,7 @@ class Head(nn.Module):
         switches = {name: getattr(self.config, name) for name in _EXPORTED_SWITCHES}
         common: dict[str, Any] = {
             **switches,
-            "draft_vocab_size": self._head_VH.shape[0],
+            "draft_vocab_size": self._target_rows_VH.shape[0],
             "target_hidden_size": self.target.hidden_size,
             "num_aux_hidden_states": num_aux,
             "eagle_aux_hidden_state_layer_ids": ids,
@@ -367,17 +378,16 @@ class Head(nn.Module):
         }
         same = {name: name for name in self.state_dict() if name != "mask_embedding"}
         table, scale = self.target.embedding_VH, self.target.embedding_scale
-        learns = self.config.train_mask_embedding
-        copies = {"lm_head.weight": self._head_VH} if self._is_trimmed else {}
-        if learns or scale != 1.0:  # Gemma: engines do not scale the embeddings they share with the target
+        learns = self.config.train_embeddings
+        copies = {"lm_head.weight": self._target_rows_VH} if self._is_trimmed and not self.config.train_lm_head else {}
+        # Gemma: engines do not scale the embeddings they share with the target.
+        if learns == "mask" or (learns == "none" and scale != 1.0):
             copies["embed_tokens.weight"] = table if scale == 1.0 else table * scale
-        rows = {"embed_tokens.weight": (self.mask_token_id, "mask_embedding")} if learns else {}
-        optional = {"embed_tokens.weight": table, "lm_head.weight": self._head_VH}
-        optional = {name: tensor for name, tensor in optional.items() if name not in copies}
-        return {
-            "speculators": Layout(speculators, same, copies, optional, rows),
-            "plain": Layout(plain, same, copies, optional, rows),
-        }
+        rows = {"embed_tokens.weight": (self.mask_token_id, "mask_embedding")} if learns == "mask" else {}
+        optional = {"embed_tokens.weight": table, "lm_head.weight": self._target_rows_VH}
+        optional = {name: tensor for name, tensor in optional.items() if name not in {**same, **copies}}
+        written = {"speculators": speculators, "plain": plain}
+        return {name: Layout(fields, same, copies, optional, rows) for name, fields in written.items()}
 
 
 _EXPORTED_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
@@ -392,8 +402,8 @@ def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     mask_token_id = next((fields[name] for name in names if fields.get(name) is not None), None)
     if mask_token_id is None:
         raise ValueError(f"config.json: none of {', '.join(names)} is given; a parallel drafter needs its mask token")
-    table_VH = tensors.get("embed_tokens.weight")
-    own_H = target.embedding_VH[mask_token_id] * target.embedding_scale
+    rows_VH = target.head_VH[ids_of(tensors["d2t"])] if "d2t" in tensors else target.head_VH
+    head_VH = tensors.get("lm_head.weight", rows_VH)
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return Config(
         aux_layers=fields.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids"),
@@ -401,10 +411,20 @@ def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         layer_type=layer["model_type"],
         draft_vocab_size=tensors["d2t"].shape[0] if "d2t" in tensors else None,
         mask_token_id=mask_token_id,
-        train_mask_embedding=table_VH is not None and not torch.equal(table_VH[mask_token_id], own_H.to(table_VH)),
+        train_embeddings=_what_differs(tensors.get("embed_tokens.weight"), mask_token_id, target),
+        train_lm_head=head_VH.shape != rows_VH.shape or not torch.equal(head_VH, rows_VH.to(head_VH)),
         **{size: layer[size] for size in sizes},
         **{name: bool(fields.get(name, layer.get(name, eagle.get(name, False)))) for name in _EXPORTED_SWITCHES},
     )
+
+
+def _what_differs(table_VH: Tensor | None, mask_token_id: int, target: FrozenTarget) -> Literal["none", "mask", "all"]:
+    """Which rows of an exported embedding table are not the target's own."""
+    if table_VH is None or table_VH.shape != target.embedding_VH.shape:
+        return "none" if table_VH is None else "all"
+    own_VH = (target.embedding_VH * target.embedding_scale).to(table_VH)
+    differing = torch.nonzero((table_VH != own_VH).any(-1))[:, 0].tolist()
+    return "none" if not differing else "mask" if differing == [mask_token_id] else "all"
 
 
 def _attend_masks(

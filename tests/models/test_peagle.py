@@ -26,10 +26,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers": {},
     "one layer": {"num_layers": 1},
     "four layers, qwen3": {"num_layers": 4, "layer_type": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 2},
-    "no norm, frozen mask embedding": {"fc_norm": False, "train_mask_embedding": False, "mask_token_id": 7},
+    "no norm, frozen embeddings": {"fc_norm": False, "train_embeddings": "none", "mask_token_id": 7},
     "normed residual": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True},
     "one auxiliary layer": {"aux_layers": (7,)},
     "trimmed vocabulary": {"kept_ids": tiny_kept_ids(120)},
+    "own embeddings and lm_head": {"train_embeddings": "all", "train_lm_head": True, "kept_ids": tiny_kept_ids(120)},
     "two depths": {"num_depths": 2},
     "sampled": {"keep_ratio": 0.6, "min_keep_ratio": 0.3},
 }
@@ -47,11 +48,12 @@ def frozen(target: Path) -> FrozenTarget:
 
 
 def make(frozen: FrozenTarget, **settings: Any) -> Any:
-    """A head whose mask embedding differs from the token's own, as after training."""
+    """A head whose trained copies of the target's tensors differ from them, as after training."""
     head = tiny_head("peagle", frozen, **{**EVERYTHING, **settings})
-    if head.config.train_mask_embedding:
-        with torch.no_grad():
-            head.mask_embedding.add_(0.3 * torch.randn_like(head.mask_embedding))
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name in ("mask_embedding", "lm_head.weight"):
+                parameter.add_(0.03 * torch.randn_like(parameter))
     return head
 
 
@@ -66,7 +68,8 @@ def reference(head: Any, weights: dict[str, Tensor], ids: list[int], aux: Tensor
     exported = head.export_map()["speculators"].config
     fields = {**exported["transformer_layer_config"], **exported}
     head_VH, table = head.target.head_VH, head.target.embedding_VH
-    head_VH = head_VH[weights["t2d"]] if "t2d" in weights else head_VH
+    head_VH = weights.get("lm_head.weight", head_VH[weights["t2d"]] if "t2d" in weights else head_VH)
+    table = weights.get("embed_tokens.weight", table)
     if "mask_embedding" in weights:
         is_mask_V1 = (torch.arange(table.shape[0]) == head.mask_token_id)[:, None]
         table = torch.where(is_mask_V1, weights["mask_embedding"], table)
@@ -205,7 +208,7 @@ def test_gradients_reach_the_mask_only_through_later_depths_and_the_target_never
             assert bool(parameter.grad.any()) == is_reached, name
     frozen_tensors = (frozen.embedding_VH, frozen.head_VH, *frozen.norm.parameters())
     assert all(tensor.grad is None and not tensor.requires_grad for tensor in frozen_tensors)
-    names = dict(make(frozen, train_mask_embedding=False).named_parameters())
+    names = dict(make(frozen, train_embeddings="none").named_parameters())
     assert "mask_embedding" not in names and "mask_hidden" in names
 
 
@@ -246,12 +249,12 @@ def test_an_export_carries_the_embedding_table_with_the_learnt_row(layout: Any, 
     assert torch.equal(table[others], expected[others]) and "mask_embedding" not in tensors
     found = import_head(tmp_path / "export", target, "peagle")
     assert all(torch.equal(value, head.state_dict()[name]) for name, value in found.state_dict().items())
-    assert found.config.train_mask_embedding and found.config.mask_token_id == 5
+    assert found.config.train_embeddings == "mask" and found.config.mask_token_id == 5
 
-    table[9] += 1.0
+    table[9] += 1.0  # a published head, whose trainer trained the whole table
     save_file(tensors, tmp_path / "export" / "model.safetensors")
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is not the target's own"):
-        import_head(tmp_path / "export", target, "peagle")
+    found = import_head(tmp_path / "export", target, "peagle")
+    assert found.config.train_embeddings == "all" and torch.equal(found.embed_tokens.weight, table)
 
 
 def test_default_layers_are_those_of_vllm_and_impossible_settings_are_refused(frozen: FrozenTarget) -> None:

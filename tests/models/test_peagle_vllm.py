@@ -26,17 +26,23 @@ HEADS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "explicit",
         {"num_layers": 2, "kept_ids": TRIMMED, "fc_norm": False, "norm_before_fc": True, "norm_before_residual": True},
     ),
-    "frozen mask embedding, one auxiliary layer": (
+    "frozen embeddings, one auxiliary layer": (
         "llama",
         "speculators",
         "explicit",
-        {"num_layers": 1, "train_mask_embedding": False, "mask_token_id": 7, "aux_layers": (7,), "fc_norm": False},
+        {"num_layers": 1, "train_embeddings": "none", "mask_token_id": 7, "aux_layers": (7,), "fc_norm": False},
     ),
     "qwen3 layers, trimmed": (
         "qwen3",
         "speculators",
         "auto",
-        {"num_layers": 2, "layer_type": "qwen3", "kept_ids": TRIMMED, "aux_layers": (0, 2, 5, 7)},
+        {
+            "num_layers": 2,
+            "layer_type": "qwen3",
+            "kept_ids": TRIMMED,
+            "aux_layers": (0, 2, 5, 7),
+            "train_lm_head": True,
+        },
     ),
 }
 
@@ -51,9 +57,10 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Pa
     heads, jobs = {}, []
     for name, (target, layout, mode, settings) in HEADS.items():
         head = tiny_head("peagle", FrozenTarget.load(targets[target], torch.float32), **settings)
-        if head.config.train_mask_embedding:
-            with torch.no_grad():
-                head.mask_embedding.add_(0.3 * torch.randn_like(head.mask_embedding))
+        with torch.no_grad():  # as after training: no longer the target's own
+            for parameter_name, parameter in head.named_parameters():
+                if parameter_name in ("mask_embedding", "lm_head.weight"):
+                    parameter.add_(0.03 * torch.randn_like(parameter))
         folder = root / name
         save_head(head, folder / "head")
         export_head(
