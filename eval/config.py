@@ -5,9 +5,12 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from draftsmith.eval.ngram import NgramConfig
+from draftsmith.eval.suffix import SuffixConfig
 from draftsmith.hidden_states.vllm_server import ServerConfig
 
 EngineName = Literal["runtime", "replay", "vllm"]
+BaselineName = Literal["ngram", "suffix"]
 
 
 class EvalConfig(BaseModel, extra="forbid", frozen=True):
@@ -32,6 +35,13 @@ class EvalConfig(BaseModel, extra="forbid", frozen=True):
     engines: tuple[EngineName, ...] = Field(
         ("runtime", "replay"), min_length=1, description="replay: held-out rows from stored states, greedy only"
     )
+    baselines: tuple[BaselineName, ...] = Field(
+        ("ngram", "suffix"),
+        description="drafters without training that the runtime measures beside the head, at the longest N only: their "
+        "drafts cost nothing and end where the match ends. Each adds one run to the 1 + len(num_speculative_tokens)",
+    )
+    ngram: NgramConfig = NgramConfig()
+    suffix: SuffixConfig = SuffixConfig()
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of target and head; float32 makes greedy output exactly the target's own"
     )
@@ -50,8 +60,10 @@ class EvalConfig(BaseModel, extra="forbid", frozen=True):
             raise ValueError(
                 f"eval.temperatures is {list(self.temperatures)}; give different numbers of at least 0 (0 = greedy)"
             )
-        if len(set(self.engines)) != len(self.engines):
-            raise ValueError(f"eval.engines is {list(self.engines)}; name each engine once")
+        for field in ("engines", "baselines"):
+            names = getattr(self, field)
+            if len(set(names)) != len(names):
+                raise ValueError(f"eval.{field} is {list(names)}; name each once")
         if self.engines != ("replay",) and max(self.num_speculative_tokens) > 31:
             # data/generate.py attends with one kernel up to 32 queries: the bonus and 31 drafts.
             raise ValueError(f"eval.num_speculative_tokens is {list(self.num_speculative_tokens)}; give at most 31")

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from draftsmith.data.generate import Engine, Sampling, target_distribution
 from draftsmith.data.kv_cache import RowCache
+from draftsmith.eval.drafters import Drafter
 from draftsmith.eval.verify import Verdict, confident_length, verify_greedy, verify_sampled
 from draftsmith.hidden_states.transformers_source import text_decoder
-from draftsmith.models.head import Context, DraftState, Head
+from draftsmith.models.head import Context, DraftState
 
 # Keeps the random stream of the drafts apart from the verifier's; any odd number does.
 _DRAFT_STREAM = 0x9E3779B1
@@ -117,7 +118,7 @@ class RunningTarget:
 
 @torch.inference_mode()
 def decode(
-    target: RunningTarget, head: Head | None, prompts: Sequence[Sequence[int]], settings: Decoding
+    target: RunningTarget, head: Drafter | None, prompts: Sequence[Sequence[int]], settings: Decoding
 ) -> DecodedBatch:
     """Answer one batch of prompts. With a head, `settings.num_speculative_tokens` tokens are drafted every round."""
     assert (head is None) == (settings.num_speculative_tokens == 0), "a head drafts, plain decoding has none"
@@ -136,7 +137,7 @@ def decode(
 class _Batch:
     """The running sequences of one batch: cache, bonus tokens, draft state and what the head has not seen yet."""
 
-    def __init__(self, target: RunningTarget, head: Head | None, settings: Decoding) -> None:
+    def __init__(self, target: RunningTarget, head: Drafter | None, settings: Decoding) -> None:
         self.target, self.head, self.settings = target, head, settings
         self.running: list[Decoded] = []
         device = target.engine.device
@@ -167,7 +168,7 @@ class _Batch:
             self.state = self.head.start(len(prompts), device)
             next_BT = torch.cat([ids_BT[:, 1:], ids_BT[:, :1]], dim=1)
             next_BT[rows_B, lengths_B - 1] = self.bonus_B
-            self.context = Context(next_BT, *self.target.captured(), torch.zeros_like(lengths_B), lengths_B)
+            self._remember_rows(next_BT, torch.zeros_like(lengths_B), lengths_B, ids_BT)
         for answer, token in zip(answers, self.bonus_B.tolist(), strict=True):
             answer.take([token], self.settings)
         self._drop_finished()
@@ -175,7 +176,8 @@ class _Batch:
     def round(self) -> None:
         """Draft, run the target once, verify, emit, and roll back what was not accepted."""
         drafted_BN, draft_BNV, num_drafted_B = self._draft()
-        states_BQH = self.target.engine.forward(torch.cat([self.bonus_B[:, None], drafted_BN], dim=1), self.cache)
+        ids_BQ = torch.cat([self.bonus_B[:, None], drafted_BN], dim=1)
+        states_BQH = self.target.engine.forward(ids_BQ, self.cache)
         verdict = self._verify(self.target.engine.logits(states_BQH), drafted_BN, draft_BNV, num_drafted_B)
         accepted, next_ids = verdict.accepted_B.tolist(), verdict.next_BQ.tolist()
         lengths = [drafted_BN.shape[1]] * len(accepted) if num_drafted_B is None else num_drafted_B.tolist()
@@ -185,7 +187,7 @@ class _Batch:
                 answer.drafted.append(lengths[row])
                 answer.accepted.append(accepted[row])
                 answer.emitted.append(emitted)
-        self._commit(verdict, max(accepted) + 1)
+        self._commit(verdict, ids_BQ[:, : max(accepted) + 1])
         self._drop_finished()
 
     def _draft(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -197,11 +199,14 @@ class _Batch:
         draft = self.head.draft(
             self.state, self.context, settings.num_speculative_tokens, temperature, self.draft_draws
         )
-        if settings.min_confidence is None:
+        num_drafted_B = draft.num_tokens_B
+        if settings.min_confidence is not None:
+            if draft.confidence_BN is None:
+                raise ValueError("eval.min_confidence is set, but this head gives no confidences; remove it")
+            confident_B = confident_length(draft.confidence_BN, settings.min_confidence)
+            num_drafted_B = confident_B if num_drafted_B is None else torch.minimum(num_drafted_B, confident_B)
+        if num_drafted_B is None:
             return draft.tokens_BN, draft.probs_BNV, None
-        if draft.confidence_BN is None:
-            raise ValueError("eval.min_confidence is set, but this head gives no confidences; remove it")
-        num_drafted_B = confident_length(draft.confidence_BN, settings.min_confidence)
         longest = int(num_drafted_B.max())
         probs_BNV = None if draft.probs_BNV is None else draft.probs_BNV[:, :longest]
         return draft.tokens_BN[:, :longest], probs_BNV, num_drafted_B
@@ -215,19 +220,22 @@ class _Batch:
         probs_BQV = target_distribution(logits_BQV, sampling)
         return verify_sampled(probs_BQV, drafted_BN, draft_BNV, num_drafted_B, self.verify_draws)
 
-    def _commit(self, verdict: Verdict, num_rows: int) -> None:
+    def _commit(self, verdict: Verdict, ids_BR: Tensor) -> None:
         """Keep the accepted slots, and gather the newly committed rows for the head."""
         if self.head is not None:
-            aux_BQF, last_BQH = self.target.captured()
-            self.context = Context(
-                verdict.next_BQ[:, :num_rows],
-                aux_BQF[:, :num_rows],
-                last_BQH[:, :num_rows],
-                self.cache.lengths_B,
-                verdict.accepted_B + 1,
-            )
+            next_BR = verdict.next_BQ[:, : ids_BR.shape[1]]
+            self._remember_rows(next_BR, self.cache.lengths_B, verdict.accepted_B + 1, ids_BR)
         self.bonus_B = verdict.next_BQ.gather(1, verdict.accepted_B[:, None])[:, 0]
         self.cache.lengths_B = self.cache.lengths_B + (verdict.accepted_B + 1)
+
+    def _remember_rows(self, next_BR: Tensor, start_B: Tensor, num_rows_B: Tensor, ids_BR: Tensor) -> None:
+        """The context of the next draft, with the states of the last pass, if the target keeps any."""
+        num_rows = ids_BR.shape[1]
+        if self.target.aux_layers:
+            aux_BRF, last_BRH = (states[:, :num_rows] for states in self.target.captured())
+        else:
+            aux_BRF = last_BRH = torch.empty(*ids_BR.shape, 0, device=ids_BR.device)
+        self.context = Context(next_BR, aux_BRF, last_BRH, start_B, num_rows_B, ids_BR)
 
     def _drop_finished(self) -> None:
         kept = [row for row, answer in enumerate(self.running) if not answer.finish_reason]

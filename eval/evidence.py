@@ -74,11 +74,12 @@ def describe(
     head_folder: Path,
     run: RunFolder,
     figures: Sequence[Figures],
+    baselines: Sequence[Figures],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
     """The whole report as one dict; see report.py."""
     saved = read_head_config(head_folder)
-    advice = recommend(figures)
+    advice = recommend(figures, baselines)
     return {
         "name": run.folder.resolve().name,
         "date": date.today().isoformat(),
@@ -88,6 +89,7 @@ def describe(
         "head": {"method": saved.method, "config": saved.model, "aux_layers": list(saved.aux_layers), **saved.extra},
         "settings": config.model_dump(mode="json", exclude={"server"}),
         "workloads": workload_cells(figures),
+        "baselines": workload_cells(baselines),
         "recommended": {"num_speculative_tokens": advice.pop("n"), **advice},
         "training": run.training_log(),
         "provenance": {
@@ -114,18 +116,20 @@ def warnings_about(config: EvalConfig, target: ResolvedTarget, run: RunFolder, f
             "figures only estimate what an engine would accept."
         )
     found += _divergence_warnings(config, figures)
-    if any(row["rounds"] == 0 for row in figures):
+    if any(row["rounds"] == 0 and row.get("tokens_per_pass") is None for row in figures):
         found.append("Some workloads had no round at all: every answer ended with its first token.")
     return found
 
 
 def _divergence_warnings(config: EvalConfig, figures: Sequence[Figures]) -> list[str]:
     """Greedy answers that are not the target's own: explained by rounding, or a defect (fault 33)."""
-    divergences = {(d["id"], row["batch_size"], row["n"]): d for row in figures for d in row.get("divergences", ())}
+    divergences = {
+        (d["id"], row["n"], row["engine"], row["batch_size"]): d for row in figures for d in row.get("divergences", ())
+    }
     limit = _ROUNDING_MARGIN[config.dtype]
     defects = [key for key, d in divergences.items() if d["margin"] is None or abs(d["margin"]) > limit]
     if defects:
-        identity, _, n = defects[0]
+        identity, n, *_ = defects[0]
         return [
             f"{len(defects)} greedy answers differ from plain decoding by more than rounding explains (limit {limit} "
             f"logits in {config.dtype}); the first is of prompt {identity} at N={n}. This is a defect: speculative "

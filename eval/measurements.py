@@ -12,7 +12,10 @@ from draftsmith.data.artefact import write_atomically
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured: an engine on a workload in one setting. `n` 0 is plain decoding."""
+    """What is measured: an engine on a workload in one setting. `n` 0 is plain decoding.
+
+    Of a baseline, which runs in the runtime, the engine is the baseline's name.
+    """
 
     engine: str
     workload: str

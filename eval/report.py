@@ -1,12 +1,14 @@
 """The report of an evaluation: report.json (all figures), report.md and a self-contained report.html, of one dict.
 
     name, date          required                       target, head    facts, nested as they come
+    baselines           as workloads, of drafters without training; shown in the same tables
     workloads           name -> cells (below)          training        lines of train/log.jsonl
     recommended         num_speculative_tokens, reason provenance      stage -> what its manifest says
     machine, versions   facts                          warnings        sentences
 
 A cell is one measurement: engine, num_speculative_tokens, temperature, batch_size, mal, mal_low, mal_high,
-acceptance_rate, per_position, tokens_per_s, plain_tokens_per_s, speedup, speedup_low, speedup_high, prompts, rounds.
+tokens_per_pass, acceptance_rate, per_position, tokens_per_s, plain_tokens_per_s, speedup, speedup_low, speedup_high,
+prompts, rounds.
 What is missing is a dash. Any string may be hostile: everything is escaped, and the HTML loads nothing.
 """
 
@@ -33,7 +35,9 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
 _MAX_POINTS = 600  # of a training curve: as many as the chart has pixels
 _LEGEND = (
     "MAL, the mean acceptance length, is 1 + accepted / rounds: tokens per target pass, bonus included. AR is "
-    "accepted / drafted; p1, p2, ... are the shares of rounds that accept at least so many drafts. The runtime and "
+    "accepted / drafted; p1, p2, ... are the shares of rounds that accept at least so many drafts. A pass for which "
+    "nothing was drafted is no round; tok/pass counts it too. ngram and suffix are drafts that the runtime looks up in "
+    "the text so far, without any training: what a head adds is what it reaches above them. The runtime and "
     "vLLM count what the verifier accepts, also behind a stop token or the limit; replay counts what is emitted. "
     "Brackets hold 95 % intervals, bootstrapped over prompts (the speed-up's over batches). Speed-up is against plain "
     "decoding of the same prompts by the same engine, prefill included."
@@ -81,7 +85,7 @@ def as_markdown(report: Report) -> str:
         lines += [f"**{_md(advice[0])}** {_md(advice[1])}", ""]
     for warning in report.get("warnings") or []:
         lines += [f"> **Warning:** {_md(warning)}", ""]
-    for name, cells in report["workloads"].items():
+    for name, cells in _with_baselines(report).items():
         lines += [f"## {_md(name)}", "", *_md_table(*_workload_table(cells)), ""]
     lines += [_md(_LEGEND), ""]
     for title, facts in _fact_tables(report):
@@ -96,7 +100,7 @@ def as_html(report: Report) -> str:
         parts.append(f'<p class="advice"><strong>{_esc(advice[0])}</strong> {_esc(advice[1])}</p>')
     parts += [f'<p class="warning">{_esc(warning)}</p>' for warning in report.get("warnings") or []]
     parts.append(_mal_chart(report["workloads"]))
-    parts += [f"<h2>{_esc(name)}</h2>{_html_workload(cells)}" for name, cells in report["workloads"].items()]
+    parts += [f"<h2>{_esc(name)}</h2>{_html_workload(cells)}" for name, cells in _with_baselines(report).items()]
     parts.append(f"<p><small>{_esc(_LEGEND)}</small></p><h2>Training</h2>")
     curves = [_training_chart(report, "loss", "loss"), _training_chart(report, "mal", "held-out MAL")]
     parts += curves if any(curves) else ["<p>No training log.</p>"]
@@ -108,10 +112,28 @@ def as_html(report: Report) -> str:
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{body}\n</body></html>\n'
 
 
+def _with_baselines(report: Report) -> dict[str, list[Cell]]:
+    baselines = report.get("baselines") or {}
+    return {name: [*cells, *baselines.get(name, ())] for name, cells in report["workloads"].items()}
+
+
 def _workload_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
     """Header and rows as text. The last columns are the rates per position, as many as the longest draft has."""
     depth = _depth(cells)
-    header = ["engine", "N", "T", "batch", "MAL", "AR", "tokens/s", "plain", "speed-up", "prompts", "rounds"]
+    header = [
+        "engine",
+        "N",
+        "T",
+        "batch",
+        "MAL",
+        "tok/pass",
+        "AR",
+        "tokens/s",
+        "plain",
+        "speed-up",
+        "prompts",
+        "rounds",
+    ]
     rows = [
         [
             _text(cell.get("engine")),
@@ -119,6 +141,7 @@ def _workload_table(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
             _text(cell.get("temperature")),
             _text(cell.get("batch_size")),
             _with_interval(cell, "mal"),
+            _number(cell.get("tokens_per_pass"), 2),
             _share(cell.get("acceptance_rate")),
             _number(cell.get("tokens_per_s"), 1),
             _number(cell.get("plain_tokens_per_s"), 1),

@@ -20,7 +20,7 @@ from draftsmith.eval.measurements import MeasurementLog
 from draftsmith.eval.replay import Stream, batches_of, replay
 from draftsmith.eval.report import write_report
 from draftsmith.eval.serve import serve_sweep
-from draftsmith.eval.summary import Figures, replay_figures, runtime_figures, vllm_figures
+from draftsmith.eval.summary import Figures, baseline_figures, replay_figures, runtime_figures, vllm_figures
 from draftsmith.eval.sweep import sweep
 from draftsmith.eval.workloads import Question, load_workloads
 from draftsmith.models.checkpoint import load_head, read_head_config
@@ -35,6 +35,7 @@ _SELECTION = {
     "temperatures",
     "batch_sizes",
     "engines",
+    "baselines",
     "bootstrap_samples",
     "server",
 }
@@ -72,8 +73,9 @@ def evaluate(
         method = read_head_config(head_folder).method
         serve_sweep(config, target, export_folder, method, stop_token_ids(target), workloads, log, folder)
         figures += vllm_figures(config, workloads, log)
-    warnings = [*refusals, *warnings_about(config, target, run, figures)]
-    write_report(folder, describe(config, target, head_folder, run, figures, warnings))
+    baselines = baseline_figures(config, workloads, log) if "runtime" in config.engines else []
+    warnings = [*refusals, *warnings_about(config, target, run, [*figures, *baselines])]
+    write_report(folder, describe(config, target, head_folder, run, figures, baselines, warnings))
     artefact.finish({"request": request, "acceptance": _acceptance(figures)})
     return artefact
 

@@ -30,6 +30,7 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.measurements import Cell, Measurement, MeasurementLog
 from draftsmith.eval.workloads import Question
 from draftsmith.hidden_states.vllm_server import Server, launch
+from draftsmith.models.head import served_as
 
 _COUNTER = re.compile(r"^vllm:(spec_decode_num_\w+|generation_tokens)_total\{([^}]*)\}\s+(\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -128,7 +129,7 @@ def _server(
             "extra_args": (*config.server.extra_args, "--no-enable-prefix-caching"),
         }
     )
-    speculative = {"method": method, "model": str(export_folder.absolute()), "num_speculative_tokens": n}
+    speculative = {**served_as(method), "model": str(export_folder.absolute()), "num_speculative_tokens": n}
     return launch(
         replace(target, dtype=config.dtype), server, folder / f"vllm-n{n}.log", speculative=speculative if n else None
     )

@@ -1,6 +1,6 @@
 """Measurements -> figures: a row per engine, workload, setting and proposal length, and the proposal length to use."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -23,12 +23,29 @@ def runtime_figures(
     config: EvalConfig, workloads: Mapping[str, Sequence[Question]], log: MeasurementLog
 ) -> list[Figures]:
     """Of the runtime: acceptance as verified (vLLM's counts), clipped acceptance (replay's), speed-up, divergences."""
-    measured: Measured = []
+    measured = [(cell, found) for cell, found in _of_runtime(config, workloads, log) if cell.engine == "runtime"]
+    return _figures(config, measured, _runtime_counts)
+
+
+def baseline_figures(
+    config: EvalConfig, workloads: Mapping[str, Sequence[Question]], log: MeasurementLog
+) -> list[Figures]:
+    """Of the untrained drafters, in the runtime, at the longest proposal length; `engine` is the baseline's name."""
+    measured = list(_of_runtime(config, workloads, log))
+    found: list[Figures] = []
+    for name in config.baselines:
+        mine = [(cell, each) for cell, each in measured if cell.engine == name or not cell.n]
+        found += _figures(config, mine, _runtime_counts)
+    return found
+
+
+def _of_runtime(
+    config: EvalConfig, workloads: Mapping[str, Sequence[Question]], log: MeasurementLog
+) -> Iterator[tuple[Cell, Measurement]]:
     for cell, batch in runtime_cells(config, workloads):
         found = log.get(cell, tuple(question.id for question in batch))
         assert found is not None, f"{cell} was not measured"
-        measured.append((cell, found))
-    return _figures(config, measured, _runtime_counts)
+        yield cell, found
 
 
 def vllm_figures(config: EvalConfig, workloads: Mapping[str, Sequence[Question]], log: MeasurementLog) -> list[Figures]:
@@ -66,10 +83,11 @@ def replay_figures(config: EvalConfig, replayed: Sequence[Replayed]) -> list[Fig
     return found
 
 
-def recommend(figures: Sequence[Figures]) -> dict[str, Any]:
+def recommend(figures: Sequence[Figures], baselines: Sequence[Figures] = ()) -> dict[str, Any]:
     """The proposal length with the best measured speed-up over all workloads; and up to which batch size it pays.
 
     Judged at the first temperature and smallest batch size, by the runtime, or by vLLM where only that was measured.
+    `baselines` are named beside it: what the head adds to drafting without training.
     """
     timed = [row for row in figures if row.get("speed_up") is not None]
     engine = next((name for name in ("runtime", "vllm") if any(row["engine"] == name for row in timed)), None)
@@ -84,6 +102,8 @@ def recommend(figures: Sequence[Figures]) -> dict[str, Any]:
     best = max(first, key=lambda row: float(row["speed_up"]))
     chosen = next(row for row in first if row["speed_up"] >= (1 - _TIE) * best["speed_up"])
     break_even = _break_even(rows)
+    setting = ("workload", "temperature", "batch_size")
+    beside = [row for row in baselines if all(row[name] == chosen[name] for name in setting)]
     return {
         "n": chosen["n"],
         "engine": engine,
@@ -94,7 +114,8 @@ def recommend(figures: Sequence[Figures]) -> dict[str, Any]:
         "mal_interval": chosen["mal_interval"],
         "pays": chosen["speed_up"] > 1,
         "break_even": break_even,
-        "reason": _reason(chosen, best, first, engine, break_even),
+        "baselines": {row["engine"]: {"n": row["n"], "speed_up": row["speed_up"]} for row in beside},
+        "reason": _reason(chosen, best, first, engine, break_even) + _without_training(beside),
     }
 
 
@@ -111,6 +132,11 @@ def _reason(chosen: Figures, best: Figures, rows: Sequence[Figures], engine: str
     if len(break_even) > 1 and pays:
         text += f"; it pays up to batch size {max(pays)} of those measured"
     return text + "."
+
+
+def _without_training(baselines: Sequence[Figures]) -> str:
+    parts = [f"{row['engine']} {row['speed_up']:.2f}x" for row in baselines]
+    return f" Drafts that need no training reach {' and '.join(parts)} there." if parts else ""
 
 
 def _break_even(rows: Sequence[Figures]) -> list[Figures]:
@@ -166,7 +192,10 @@ def _runtime_counts(config: EvalConfig, measured: Sequence[Measurement], n: int)
         for answer in answers
     ]
     found = acceptance(verified, config.bootstrap_samples, config.seed)
-    return found | {"mal_clipped": Counts.total(clipped).mal}
+    # Passes in which nothing was drafted are no rounds (vLLM counts none either), but they are passes.
+    passes = sum(len(a["emitted"]) + len(a["token_ids"]) - 1 - sum(a["emitted"]) for a in answers)
+    per_pass = 1 + Counts.total(verified).accepted / passes if passes else None
+    return found | {"mal_clipped": Counts.total(clipped).mal, "tokens_per_pass": per_pass}
 
 
 def _vllm_counts(config: EvalConfig, measured: Sequence[Measurement], n: int) -> Figures:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftsmith.models.head import served_as
+
 
 @dataclass(frozen=True)
 class Card:
@@ -44,7 +46,7 @@ def model_card(
 
 
 def _serving(target_name: str, method: str, num_tokens: int, layout: str) -> str:
-    speculative = json.dumps({"method": method, "model": "THIS_FOLDER", "num_speculative_tokens": num_tokens})
+    speculative = json.dumps({**served_as(method), "model": "THIS_FOLDER", "num_speculative_tokens": num_tokens})
     explicit = f"```\nvllm serve {target_name} --speculative-config '{speculative}'\n```"
     if layout != "speculators":
         return explicit

@@ -37,7 +37,8 @@ from draftsmith.models.parts.document_rows import (
 )
 from draftsmith.models.parts.draft_cache import DraftCache
 from draftsmith.models.parts.draft_vocabulary import check_kept_ids, ids_of, kept_mask, offsets_of
-from draftsmith.models.parts.layers import Angles, LayerShape, Projections, RMSNorm, SwiGLU
+from draftsmith.models.parts.fused_layer import FusedLayer
+from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
 from draftsmith.models.parts.rope import Rope
 from draftsmith.models.parts.serving_config import check_layer_fields, layer_fields
@@ -84,34 +85,6 @@ def needs(config: Config, target_config: Any) -> Needs:
     return Needs(aux_layers=layers)
 
 
-class Layer(nn.Module):
-    """A decoder layer; the first one reads [norm(embedding); norm(state)], the others the residual stream."""
-
-    def __init__(self, shape: LayerShape, is_first: bool, norm_before_residual: bool) -> None:
-        super().__init__()
-        width = shape.hidden_size
-        self.self_attn = Projections(shape, 2 * width if is_first else width)
-        self.mlp = SwiGLU(shape)
-        self.input_layernorm = RMSNorm(width, shape.norm_eps)
-        self.post_attention_layernorm = RMSNorm(width, shape.norm_eps)
-        if is_first:
-            self.hidden_norm = RMSNorm(width, shape.norm_eps)
-        self.is_first, self.norm_before_residual = is_first, norm_before_residual
-
-    def read(self, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of the projections and the residual that the attention's output is added to."""
-        if not self.is_first:
-            return self.input_layernorm(state), state
-        normed = self.hidden_norm(state)
-        residual = normed.to(state.dtype) if self.norm_before_residual else state
-        return torch.cat([self.input_layernorm(embedded), normed], dim=-1), residual
-
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """Residual and attention output [..., h, D] -> the residual stream after this layer."""
-        residual = residual + self.self_attn.output(attended)
-        return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
-
-
 class Head(nn.Module):
     """See the module docstring; the methods are those of `models.head.Head`."""
 
@@ -133,7 +106,7 @@ class Head(nn.Module):
             self.input_norm = RMSNorm(num_aux * width, eps)
         self.fc = nn.Linear(num_aux * width, width, bias=False)
         self.layers = nn.ModuleList(
-            Layer(self.shape, i == 0, config.norm_before_residual) for i in range(config.num_layers)
+            FusedLayer(self.shape, i == 0, config.norm_before_residual) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(width, eps)
         self.rope = Rope.of_target(target.config, self.shape.head_dim, target.embedding_VH.device)
@@ -386,8 +359,8 @@ class Head(nn.Module):
     def _to_target(self, draft_ids: Tensor) -> Tensor:
         return draft_ids + self.d2t[draft_ids] if self._is_trimmed else draft_ids  # type: ignore[index]
 
-    def _layers(self) -> list[Layer]:
-        return cast(list[Layer], list(self.layers))
+    def _layers(self) -> list[FusedLayer]:
+        return cast(list[FusedLayer], list(self.layers))
 
     def export_map(self) -> dict[str, Layout]:
         """What vLLM's LlamaForCausalLMEagle3 and Eagle3Qwen3ForCausalLM read; see models/export.py."""

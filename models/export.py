@@ -96,6 +96,10 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         copy = {**parts.copies, **parts.optional_copies}.get(name)
+        if name in parts.learnt_rows and copy is not None and tensor.shape == copy.shape:
+            row, ours = parts.learnt_rows[name]
+            renamed[ours] = tensor[row].clone()
+            tensor = tensor.index_copy(0, torch.tensor([row]), copy[row : row + 1].to(tensor))
         if copy is None:
             renamed[parts.tensors.get(name, name)] = tensor
         elif tensor.shape != copy.shape or not torch.equal(tensor, copy.to(tensor)):
@@ -134,7 +138,8 @@ def _layout_of(head: Any, name: str) -> Layout:
     layouts: dict[str, Layout] = head.export_map()
     if name not in layouts:
         raise ValueError(f"export.layout is {name!r}; {method_of(head)} can be written as {', '.join(layouts)}")
-    unmapped = head.state_dict().keys() - set(layouts[name].tensors.values())
+    learnt = {ours for _, ours in layouts[name].learnt_rows.values()}
+    unmapped = head.state_dict().keys() - set(layouts[name].tensors.values()) - learnt
     assert not unmapped, f"layout {name} would drop {sorted(unmapped)}"
     return layouts[name]
 
@@ -142,6 +147,9 @@ def _layout_of(head: Any, name: str) -> Layout:
 def _exported_tensors(head: nn.Module, parts: Layout, dtype: torch.dtype) -> dict[str, Tensor]:
     state = head.state_dict()
     chosen = {name: state[ours] for name, ours in parts.tensors.items()} | parts.copies
+    for name, (row, ours) in parts.learnt_rows.items():
+        learnt = state[ours].to(chosen[name])[None]
+        chosen[name] = chosen[name].index_copy(0, torch.tensor([row], device=learnt.device), learnt)
     cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in chosen.items()}
     return {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in cast.items()}
 

@@ -8,13 +8,14 @@ A method file defines
                     draft vocabulary (ascending target ids), where the config asks for one
     read_export(fields, tensors, target)    -> Config: the settings of an exported folder, from its config.json and
                     tensors; what serving does not know (losses, schedules) is left at its default
+    SERVED_AS       only where vLLM knows the method by another name: the fields of its speculative config that say so
 
 `target` is a `models.target.FrozenTarget`. It is not a module: nothing of it is registered, trained or checkpointed.
 """
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -61,6 +62,7 @@ class Context:
     last_BRH: Tensor  # pre-norm
     start_B: Tensor  # int64, position of row 0
     num_rows_B: Tensor  # int64, at least 1 for a live sequence
+    ids_BR: Tensor | None = None  # int64, x[p] of row p; the runtime always gives it, learned heads do not need it
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Draft:
     tokens_BN: Tensor  # int64
     probs_BNV: Tensor | None  # the exact distribution each token was drawn from (target vocabulary); None = greedy
     confidence_BN: Tensor | None = None  # probability that the token is accepted, given that its prefix was
+    num_tokens_B: Tensor | None = None  # int64, ragged lengths, 0 included: what lies behind is padding; None = all N
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Layout:
     tensors: dict[str, str]  # exported name -> name in the head's state_dict; covers all of it
     copies: dict[str, Tensor]  # exported name -> a tensor of the target that the engine needs a copy of
     optional_copies: dict[str, Tensor]  # as `copies`: never written, but accepted when they are the target's
+    # exported name, one of `copies` -> (row, name in the head's state_dict): a row of the copy that the head has learnt
+    learnt_rows: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 class DraftState(Protocol):
@@ -140,6 +145,11 @@ def load_method(name: str) -> ModuleType:
     if name not in available_methods():
         raise ValueError(f"model.method is {name!r}; the methods are {', '.join(available_methods())}")
     return importlib.import_module(f"draftsmith.models.{name}")
+
+
+def served_as(method: str) -> dict[str, Any]:
+    """What vLLM's speculative config says beside the model and the number of tokens."""
+    return dict(getattr(load_method(method), "SERVED_AS", {"method": method}))
 
 
 def method_of(head: object) -> str:

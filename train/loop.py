@@ -91,6 +91,7 @@ def fit(
             watchdog.beat(state.step, "reading rows")
             window = next(windows)
             # 1. agree: the terms' counts over the whole window, whether to stop, and rank 0's clock
+            _seed_step(config, state.step, engine.rank)  # before the counts: a head may count what it draws
             watchdog.beat(state.step, "waiting for all ranks")
             micro_batches = engine.to_device(window.batches)
             local_counts = engine.counts(micro_batches)
@@ -107,7 +108,6 @@ def fit(
             # 2. one optimizer step
             progress = progress_of(config, state.step, total_steps, state.elapsed_s)
             rate = learning_rate_at(config, progress)
-            _seed_step(config, state.step, engine.rank)
             watchdog.beat(state.step, "training")
             report = engine.step(micro_batches, local_counts, counts, rate, window.row_ids)
             state.step += 1

@@ -17,7 +17,7 @@ HOSTILE = '<script>alert("x")</script>|a\nb & $x_'
 def _cell(n: int, **changes: Any) -> dict[str, Any]:
     return {
         "engine": "runtime", "num_speculative_tokens": n, "temperature": 0.0, "batch_size": 1, "mal": 1.0 + 0.4 * n,
-        "mal_low": 0.9 + 0.4 * n, "mal_high": 1.1 + 0.4 * n, "acceptance_rate": 0.4,
+        "mal_low": 0.9 + 0.4 * n, "mal_high": 1.1 + 0.4 * n, "tokens_per_pass": 1.75, "acceptance_rate": 0.4,
         "per_position": [0.6, 0.3, 0.1][:n],
         "tokens_per_s": 31.25, "plain_tokens_per_s": 20.0, "speedup": 1.5625, "speedup_low": 1.4, "speedup_high": 1.7,
         "prompts": 20, "rounds": 900,
@@ -72,7 +72,7 @@ def test_a_row_shows_every_figure_of_its_proposal_length() -> None:
     row = next(line for line in as_markdown(_report()).splitlines() if line.startswith("| runtime | 2 "))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells == [
-        "runtime", "2", "0.0", "1", r"1.80 \[1.70, 1.90\]", "40.0 %", "31.2", "20.0", r"1.56 \[1.40, 1.70\]",
+        "runtime", "2", "0.0", "1", r"1.80 \[1.70, 1.90\]", "1.75", "40.0 %", "31.2", "20.0", r"1.56 \[1.40, 1.70\]",
         "20", "900", "60.0 %", "30.0 %", DASH,
     ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_missing_and_non_finite_values_are_dashes_and_null(tmp_path: Path) -> No
     bare = {"engine": "replay", "num_speculative_tokens": 1, "mal": float("nan"), "per_position": []}
     write_report(tmp_path, {"name": "n", "date": "d", "workloads": {"w": [bare]}})
     row = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| replay"))
-    assert [cell.strip() for cell in row.strip("|").split("|")] == ["replay", "1", *[DASH] * 9]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["replay", "1", *[DASH] * 10]
     assert json.loads((tmp_path / "report.json").read_text())["workloads"]["w"][0]["mal"] is None
     assert "nan" not in (tmp_path / "report.html").read_text().lower()
 

@@ -15,6 +15,7 @@ from draftsmith.data.target import ResolvedTarget, TargetConfig, resolve_target
 from draftsmith.eval import run as run_module
 from draftsmith.eval import sweep as sweep_module
 from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.ngram import NgramConfig
 from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import ALL
 from draftsmith.hidden_states.vllm_server import ServerConfig, vllm_python
@@ -22,7 +23,9 @@ from draftsmith.models.checkpoint import save_head
 from draftsmith.models.export import export_head
 
 TEXTS = ["hello", "the a of", "you are with that", "tool", "is it in the user", "and for this be"]
-EXACT = EvalConfig(num_speculative_tokens=(1, 3), max_new_tokens=MAX_NEW_TOKENS, engines=("runtime", "replay"))
+EXACT = EvalConfig(
+    num_speculative_tokens=(1, 3), max_new_tokens=MAX_NEW_TOKENS, engines=("runtime", "replay"), baselines=()
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,58 @@ def test_a_killed_evaluation_continues_after_its_last_whole_measurement(make_run
     for name, cells in whole["workloads"].items():
         for before, after in zip(cells, again["workloads"][name], strict=True):
             assert {f: before[f] for f in figures} == {f: after[f] for f in figures}
+
+
+def test_baselines_are_measured_at_the_longest_length_and_shown_beside_the_head(
+    make_run: Callable[[], Trained],
+) -> None:
+    run = make_run()
+    config = EXACT.model_copy(
+        update={
+            "baselines": ("ngram", "suffix"),
+            "ngram": NgramConfig(min_match=1),
+            "workloads": {"echo": run.folder / "echo.jsonl"},
+        }
+    )
+    # A random target rarely repeats its prompt: these prompts hold what it is about to answer.
+    lines = []
+    for index, row in enumerate(run.scene.rows):
+        answer = tiny_tokenizer().decode(row.input_ids[row.loss_mask.index(True) :], skip_special_tokens=True)
+        message = {"role": "user", "content": f"{TEXTS[index]} {answer}"}
+        lines.append(json.dumps({"id": f"e{index}", "messages": [message]}) + "\n")
+    (run.folder / "echo.jsonl").write_text("".join(lines))
+    report = run.evaluate(config)
+    beside = {cell["engine"]: cell for cell in report["baselines"]["echo"]}
+    assert set(beside) == {"ngram", "suffix"}
+    assert {cell["engine"] for cell in report["workloads"]["echo"]} == {"runtime"}
+    for name, cell in beside.items():
+        assert cell["num_speculative_tokens"] == 3 and cell["speedup"] > 0 and cell["divergences"] == []
+        assert cell["rounds"] > 0 and 1 <= cell["tokens_per_pass"] < cell["mal"], name
+        assert f"{name} {cell['speedup']:.2f}x" in report["recommended"]["reason"]
+        assert report["recommended"]["baselines"][name]["n"] == 3
+    for head in (cell for cell in report["workloads"]["echo"] if cell["engine"] == "runtime"):
+        assert head["tokens_per_pass"] == head["mal"], "a head drafts for every pass"
+    text = (run.folder / "eval" / "report.md").read_text()
+    assert "| ngram | 3 |" in text and "| suffix | 3 |" in text
+
+
+def test_an_interrupted_baseline_remembers_what_an_uninterrupted_one_would(
+    make_run: Callable[[], Trained],
+) -> None:
+    run = make_run()
+    update = {"engines": ("runtime",), "baselines": ("suffix",), "temperatures": (0.0, 0.9)}
+    config = EXACT.model_copy(update=update)
+    whole = run.evaluate(config)
+    log = run.folder / "eval" / "measurements.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    manifest = run.folder / "eval" / "manifest.json"
+    log.write_text("".join(lines[:10]))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"state": "running"}))
+    again = run.evaluate(config)
+    for name, cells in whole["baselines"].items():
+        for before, after in zip(cells, again["baselines"][name], strict=True):
+            assert before["drafted"] == after["drafted"] and before["accepted"] == after["accepted"]
+    assert sum(cell["drafted"] for cell in whole["baselines"][ALL]) > 0
 
 
 def test_sampling_is_measured_too_and_another_setting_is_refused(make_run: Callable[[], Trained]) -> None:

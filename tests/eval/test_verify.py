@@ -1,14 +1,12 @@
 """Acceptance rules: the emitted tokens are distributed as the target alone would emit them."""
 
-from itertools import product
-
-import numpy as np
 import pytest
 import torch
+from answer_distribution import counted_answers, exact_probabilities, z_score
 from torch import Tensor
 from toy_head import BigramHead, small_model
 
-from draftsmith.data.generate import Sampling, target_distribution
+from draftsmith.data.generate import Sampling
 from draftsmith.eval.decode import Decoding, RunningTarget, decode
 from draftsmith.eval.verify import confident_length, verify_greedy, verify_sampled
 
@@ -52,15 +50,6 @@ def draft_table(kind: str) -> Tensor:
     return table / table.sum(-1, keepdim=True)
 
 
-def exact(model: object, sampling: Sampling) -> np.ndarray:
-    """The target's probability of every answer of LENGTH tokens, by enumeration."""
-    answers = torch.tensor(list(product(range(VOCAB), repeat=LENGTH)))
-    ids = torch.cat([torch.tensor(PROMPT).expand(len(answers), -1), answers], dim=1)
-    with torch.no_grad():
-        probs = target_distribution(model(ids).logits[:, len(PROMPT) - 1 : -1], sampling)  # type: ignore[operator]
-    return probs.gather(2, answers[..., None])[..., 0].double().prod(1).numpy()
-
-
 @pytest.mark.parametrize(
     ("kind", "sampling", "more"),
     [
@@ -80,7 +69,7 @@ def test_sampled_answers_are_distributed_as_the_targets_own(
     kind: str, sampling: Sampling, more: dict[str, object]
 ) -> None:
     model = small_model(VOCAB, seed=2, initializer_range=0.15)
-    expected = exact(model, sampling)
+    expected = exact_probabilities(model, PROMPT, LENGTH, sampling)
     assert abs(expected.sum() - 1) < 1e-5
     more = dict(more)
     num_tokens = int(more.pop("num_tokens", 3))  # type: ignore[call-overload]
@@ -88,30 +77,17 @@ def test_sampled_answers_are_distributed_as_the_targets_own(
     wanted = Decoding(LENGTH, frozenset(), num_tokens, sampling, **more)  # type: ignore[arg-type]
     with RunningTarget(model, (1,)) as target:
         answers = decode(target, head, [PROMPT] * NUM_ANSWERS, wanted).answers  # type: ignore[arg-type]
-    places = torch.tensor([a.token_ids for a in answers]) @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
-    counted = np.bincount(places.numpy(), minlength=VOCAB**LENGTH)
+    counted = counted_answers([a.token_ids for a in answers], VOCAB)
     assert counted[expected == 0].sum() == 0, "an answer that the target cannot give"
     if num_tokens:
         assert sum(sum(a.accepted) for a in answers) > NUM_ANSWERS // 4, "the accept path must be exercised"
     assert z_score(counted, expected) < 4.5
 
 
-def z_score(counted: np.ndarray, expected: np.ndarray) -> float:
-    """Chi-square over cells of at least 5 expected answers (the rest in one), in standard deviations from its mean."""
-    mean = expected * counted.sum()
-    large = mean >= 5
-    cells = np.append(counted[large], counted[~large].sum())
-    means = np.append(mean[large], max(mean[~large].sum(), 1e-9))
-    keep = means > 1e-6
-    chi_square = (((cells - means) ** 2)[keep] / means[keep]).sum()
-    freedom = keep.sum() - 1
-    return float((chi_square - freedom) / np.sqrt(2 * freedom))
-
-
 def test_the_statistical_test_would_notice_a_biased_verifier() -> None:
     model = small_model(VOCAB, seed=2, initializer_range=0.15)
     sampling = Sampling(temperature=1.0)
-    expected = exact(model, sampling)
+    expected = exact_probabilities(model, PROMPT, LENGTH, sampling)
     # The bias of a retrospective stop (DSpark paper, appendix A): a token's own confidence decides on its verification.
     own = torch.tensor([0.9, 0.2, 0.8, 0.6, 0.3])
 
@@ -124,5 +100,4 @@ def test_the_statistical_test_would_notice_a_biased_verifier() -> None:
     with RunningTarget(model, (1,)) as target:
         head = Anticipating(draft_table("full"), own)
         answers = decode(target, head, [PROMPT] * NUM_ANSWERS, wanted).answers  # type: ignore[arg-type]
-    places = torch.tensor([a.token_ids for a in answers]) @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
-    assert z_score(np.bincount(places.numpy(), minlength=VOCAB**LENGTH), expected) > 4.5
+    assert z_score(counted_answers([a.token_ids for a in answers], VOCAB), expected) > 4.5

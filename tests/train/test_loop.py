@@ -55,6 +55,28 @@ def test_a_step_is_the_mean_over_all_its_supervised_rows(tmp_path):
         assert 0 <= line["accuracy0"] <= 1
 
 
+def test_the_counts_of_a_step_see_the_random_state_of_its_loss(tmp_path):
+    """A head that samples what it trains on counts what it will sample, for every micro step."""
+    seen = {"counts": [], "loss": []}
+
+    class Sampling(ToyHead):
+        def counts(self, batch):
+            seen["counts"].append(torch.initial_seed())
+            return super().counts(batch)
+
+        def loss(self, batch):
+            seen["loss"].append(torch.initial_seed())
+            return super().loss(batch)
+
+    rows, config = toy_rows(), toy_config(max_steps=3, gradient_accumulation=2)
+    fit(config, Sampling(), toy_target(), rows, ToyStream(rows), tmp_path, None, save_weights=save_toy)
+    assert len(set(seen["loss"])) == 3 and len(seen["loss"]) == 6
+    assert set(seen["loss"]) <= set(seen["counts"])
+    # Where a step's loss begins, its counts were the last that were asked for.
+    for step in range(3):
+        assert seen["loss"][2 * step] == seen["loss"][2 * step + 1] == seen["counts"][-1 - 3 * (2 - step)]
+
+
 def test_accumulating_equals_one_long_batch(tmp_path):
     rows = toy_rows(6)
     run(tmp_path / "long", toy_config(tokens_per_batch=200, max_steps=4), rows)
