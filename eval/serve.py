@@ -30,6 +30,7 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.measurements import Cell, Measurement, MeasurementLog
 from draftsmith.eval.workloads import Question
 from draftsmith.hidden_states.vllm_server import Server, launch
+from draftsmith.models.target import StoredTensors
 
 _COUNTER = re.compile(r"^vllm:(\w+)_total\{([^}]*)\}\s+(\S+)$", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -128,10 +129,13 @@ def _server(
             "extra_args": (*config.server.extra_args, "--no-enable-prefix-caching"),
         }
     )
-    speculative = {"method": method, "model": str(export_folder.absolute()), "num_speculative_tokens": n}
-    return launch(
-        replace(target, dtype=config.dtype), server, folder / f"vllm-n{n}.log", speculative=speculative if n else None
-    )
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": n}
+    served = replace(target, dtype=config.dtype)
+    if StoredTensors(export_folder).is_whole_model:  # the head is a part of the target: the export is what is served
+        served = replace(served, path=export_folder.absolute())
+    else:
+        speculative["model"] = str(export_folder.absolute())
+    return launch(served, server, folder / f"vllm-n{n}.log", speculative=speculative if n else None)
 
 
 class _Client:

@@ -80,6 +80,8 @@ class Layout:
     tensors: dict[str, str]  # exported name -> name in the head's state_dict; covers all of it
     copies: dict[str, Tensor]  # exported name -> a tensor of the target that the engine needs a copy of
     optional_copies: dict[str, Tensor]  # as `copies`: never written, but accepted when they are the target's
+    # The head is a part of the target: its tensors go into a copy of the target's checkpoint, `config` into its config.
+    joins_target: bool = False
 
 
 class DraftState(Protocol):

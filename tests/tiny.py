@@ -3,12 +3,14 @@
 B packed rows, T tokens in a packed row, F = auxiliary layers * target width, H target width
 """
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
@@ -19,6 +21,10 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -34,6 +40,26 @@ _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "mimo": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+}
+# Kinds that bring an MTP layer: what config.json says of it, the prefix of its tensors and of its decoder layer, and
+# the names of its norms (embedding, state, final) and of its projection.
+_MTP: dict[str, tuple[dict[str, Any], str, str, tuple[str, str, str], str]] = {
+    "mimo": (
+        {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1},
+        "model.mtp_layers.0.",
+        "",
+        ("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        "input_proj",
+    ),
+    "qwen3_5": (
+        {"mtp_num_hidden_layers": 1},
+        "mtp.",
+        "layers.0.",
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+        "fc",
+    ),
 }
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -53,6 +79,7 @@ def tiny_target(
     """Save a random target with a tokenizer into `folder` and return it. `config` overrides the transformers config.
 
     head_dim is 32, the smallest that vLLM serves on a CPU. `std` is large enough that the greedy continuations vary.
+    The kinds mimo and qwen3_5 bring an MTP layer.
     """
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -70,6 +97,8 @@ def tiny_target(
         "initializer_range": std,
     }
     config_class, model_class = _MODELS[kind]
+    if kind == "qwen3_5":
+        sizes["layer_types"] = ["full_attention"] * config.get("num_hidden_layers", sizes["num_hidden_layers"])
     torch.manual_seed(seed)
     model = model_class(config_class(**sizes | config))
     with torch.no_grad():  # gains as after training: a norm of exactly one would hide a wrong norm
@@ -77,8 +106,26 @@ def tiny_target(
             if "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
+    if kind in _MTP:
+        _add_mtp_layer(folder, kind, std)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _add_mtp_layer(folder: Path, kind: str, std: float) -> None:
+    """Give a saved target a random MTP layer, in its family's names, shaped as the target's last layer."""
+    fields, prefix, layer, norms, projection = _MTP[kind]
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | fields
+    width, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    like = {f"{layer}{name.removeprefix(last)}": x for name, x in tensors.items() if name.startswith(last)}
+    like |= {f"{norm}.weight": tensors["model.norm.weight"] for norm in norms}
+    like[f"{projection}.weight"] = torch.empty(width, 2 * width, dtype=tensors["model.norm.weight"].dtype)
+    for name, x in like.items():
+        random = torch.randn_like(x)
+        tensors[prefix + name] = x + 0.3 * random if "norm" in name else (0.3 if x.ndim == 1 else 2 * std) * random
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 @lru_cache(maxsize=1)
