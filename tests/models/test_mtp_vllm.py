@@ -1,5 +1,6 @@
 """Real vLLM serves the exported target with its own MTP layer and drafts, round by round, what the head proposes."""
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Sc
     if not PYTHON.is_file():
         pytest.skip(f"no vLLM environment at {PYTHON}; set DRAFTSMITH_VLLM_PYTHON or run make setup-vllm")
     root, heads, jobs = tmp_path_factory.mktemp("vllm"), {}, []
-    served = [name for name, (kind, _, _) in VARIANTS.items() if kind != "qwen3_5" or has_torchvision()]
+    has_vision = has_torchvision()
+    served = [name for name, (kind, _, _) in VARIANTS.items() if kind != "qwen3_5" or has_vision]
     for number, variant in enumerate(served):
         scene = Scene(variant, root / f"target{number}")
         head = scene.head()
