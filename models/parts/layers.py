@@ -35,7 +35,7 @@ class LayerShape:
     def of_target(cls, config: Any, has_qk_norm: bool, **overrides: int | None) -> "LayerShape":
         """Read a transformers text config; an override that is not None replaces the target's size."""
         sizes: dict[str, int | None] = {
-            "intermediate_size": config.intermediate_size,
+            "intermediate_size": getattr(config, "intermediate_size", None),
             "num_heads": config.num_attention_heads,
             "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

@@ -27,11 +27,18 @@ from draftsmith.models.mtp import Config, Head, needs
 from draftsmith.models.parts.losses import dense_loss
 from draftsmith.models.target import FrozenTarget, StoredTensors
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 128}
+YARN |= {"mscale": 0.7, "mscale_all_dim": 1.0}
 # name -> (kind of target, its settings, settings of the head)
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mimo": ("mimo", {}, {}),
     "qwen3.5": ("qwen3_5", {"num_attention_heads": 4, "num_key_value_heads": 2}, {}),
     "qwen3.5, tied": ("qwen3_5", {"tie_word_embeddings": True}, {}),
+    "qwen3.5 moe": ("qwen3_5_moe", {}, {}),
+    "qwen3-next": ("qwen3_next", {"norm_topk_prob": False}, {}),
+    "glm4 moe": ("glm4_moe", {}, {}),
+    "deepseek v3": ("deepseek_v3", {}, {}),
+    "deepseek v3, yarn, no query latent": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": YARN}, {}),
     "fresh on llama": ("llama", {}, {"init": "fresh"}),
     "fresh on llama, tied, with its rope": (
         "llama",
@@ -115,18 +122,22 @@ def test_each_training_row_equals_cached_drafting_step_by_step_with_forced_token
     parameters = dict(head.named_parameters())
     for theirs, ours in head.export_map()["plain"].tensors.items():
         wanted, found = tensors[theirs].grad, parameters[ours].grad
-        assert wanted.any(), f"{theirs} has no gradient; this test would prove little"
+        is_left_out = ".experts." in theirs and not wanted.any()  # an expert that no row chose
+        assert is_left_out or wanted.any(), f"{theirs} has no gradient; this test would prove little"
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4 * float(wanted.abs().max()), msg=theirs)
 
 
 def test_gradients_reach_every_tensor_of_the_layer_and_none_of_the_target(scene: Scene) -> None:
     head = scene.head()
     sum(term.sum for term in head.loss(two_packs(scene, head))[0].values()).backward()
-    prefixes = ("model.mtp_layers.0.", "mtp.")
+    prefixes = ("model.mtp_layers.0.", "mtp.", "model.layers.7.")
     stored = head.export_map()["plain"].tensors
     assert set(stored.values()) == {name for name, _ in head.named_parameters()} == set(head.state_dict())
     assert all(name.startswith(prefixes) for name in stored)
-    assert all(parameter.grad.any() for parameter in head.parameters())
+    reached = {name for name, parameter in head.named_parameters() if parameter.grad.any()}
+    left_out = set(stored.values()) - reached
+    assert all(".experts." in name for name in left_out), "only experts that no row chose may have no gradient"
+    assert not left_out or any(".experts." in name for name in reached)
     frozen = [scene.frozen.embedding_VH, scene.frozen.head_VH, *scene.frozen.norm.parameters()]
     assert all(tensor.grad is None and not tensor.requires_grad for tensor in frozen)
 
@@ -303,7 +314,7 @@ def fitted(scene: Scene) -> Any:
         rows.append(type(row)(row.row_id, row.conversation_id, row.source, (*prompt, *answer.token_ids), mask))
     batch = tiny_batch(scene.folder, [rows], head.needs.aux_layers)
     optimizer = torch.optim.Adam(head.parameters(), lr=2e-3)
-    for _ in range(25):
+    for _ in range(40):
         optimizer.zero_grad()
         sum(term.sum for term in head.loss(batch)[0].values()).backward()
         optimizer.step()
@@ -316,7 +327,9 @@ def test_greedy_decoding_with_the_layer_gives_the_targets_own_tokens(scene: Scen
         answers = decode(target, head, PROMPTS, Decoding(24, frozenset(), 3)).answers
     assert [answer.token_ids for answer in answers] == plain
     accepted = [count for answer in answers for count in answer.accepted]
-    assert sum(accepted) > len(accepted) / 4 and 0 in accepted and 3 in accepted, "no round was accepted or rejected"
+    assert sum(accepted) > len(accepted) / 4 and {0, 3} <= set(accepted), (
+        "rounds are hardly accepted, or never rejected"
+    )
 
 
 def test_sampled_decoding_keeps_the_targets_distribution(tmp_path: Path) -> None:
@@ -351,9 +364,9 @@ def test_sampled_decoding_keeps_the_targets_distribution(tmp_path: Path) -> None
         ({"model_type": "llama", "attention_bias": True}, "fresh", "the target has attention_bias"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "fresh", "the target has use_sliding_window"),
         ({"model_type": "llama", "head_dim": 48}, "fresh", "2 heads of 48 do not make its width 64"),
-        ({"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}, "target", "latent attention and a mixture"),
-        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, "target", "glm4_moe has a mixture of experts"),
-        ({"model_type": "qwen3_next"}, "target", "qwen3_next has a mixture of experts"),
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 0}, "target", "this glm4_moe target has no MTP layer"),
+        ({"model_type": "qwen3_5_text", "mtp_use_dedicated_embeddings": True}, "target", "embeddings of its own"),
+        ({"model_type": "qwen3_next"}, "fresh", r"set model\.init: target"),
     ],
 )
 def test_targets_that_cannot_be_trained_or_served_are_refused_by_name(
@@ -371,6 +384,14 @@ def test_a_checkpoint_without_the_layer_that_its_config_promises_is_refused(tmp_
     (folder / "config.json").write_text(json.dumps(fields))
     with pytest.raises(ValueError, match=r"the target's checkpoint lacks .*model\.mtp_layers\.0\.input_proj\.weight"):
         Head(Config(), FrozenTarget.load(folder, torch.float32))
+
+
+def test_a_quantised_layer_is_refused_by_name(tmp_path: Path) -> None:
+    scene = Scene("mimo", tmp_path)
+    tensors, name = load_file(scene.folder / "model.safetensors"), "model.mtp_layers.0.input_proj.weight"
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, scene.folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"input_proj\.weight is stored as torch\.float8_e4m3fn"):
+        Head(Config(), FrozenTarget.load(scene.folder, torch.float32))
 
 
 def test_the_only_state_that_is_needed_is_the_last_one(mimo: Scene) -> None:
