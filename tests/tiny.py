@@ -61,14 +61,21 @@ _EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {**_FULL_ATTENTION, **_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 48}
 _GROUPS = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
 _GROUPS |= {"routed_scaling_factor": 1.8, "first_k_dense_replace": 2}
-_LATENTS = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 20}
+_LATENTS: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_LATENTS |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads them
 # What a kind needs beside the sizes that all have.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_5": _FULL_ATTENTION,
     "qwen3_5_moe": _QWEN_EXPERTS,
     "qwen3_next": _QWEN_EXPERTS,
     "glm4_moe": _GROUPS | {"use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "deepseek_v3": _GROUPS | _LATENTS | {"num_key_value_heads": 2, "head_dim": 8},  # the rotated width
+    "deepseek_v3": _GROUPS | _LATENTS | {"num_key_value_heads": 2, "head_dim": 64},  # the rotated width
 }
 # Kinds that bring an MTP layer: what config.json says of it, the prefix of its tensors and of its decoder layer, and
 # the names of its norms (embedding, state, final) and of its projection.
