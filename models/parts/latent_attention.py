@@ -16,27 +16,25 @@ from torch import Tensor, nn
 from draftsmith.models.parts.layers import Angles, RMSNorm
 from draftsmith.models.parts.rope import rope_parameters, rotate
 
-_NORM_EPS = 1e-6  # of the latents' norms; transformers' DeepseekV3RMSNorm, whatever rms_norm_eps says
-
 
 class LatentProjections(nn.Module):
     """Queries, keys and values of width n+r for h heads, from a transformers DeepseekV3Config."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        width, heads = config.hidden_size, config.num_attention_heads
+        width, heads, eps = config.hidden_size, config.num_attention_heads, config.rms_norm_eps
         self.num_heads, self.latent_width = heads, config.kv_lora_rank
         self.plain_width, self.rotated_width = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.head_dim, self.value_width = self.plain_width + self.rotated_width, config.v_head_dim
         self.is_interleaved, self.has_query_latent = config.rope_interleave, config.q_lora_rank is not None
         if self.has_query_latent:
             self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=config.attention_bias)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, _NORM_EPS)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps)
             self.q_b_proj = nn.Linear(config.q_lora_rank, heads * self.head_dim, bias=False)
         else:
             self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(width, self.latent_width + self.rotated_width, bias=config.attention_bias)
-        self.kv_a_layernorm = RMSNorm(self.latent_width, _NORM_EPS)
+        self.kv_a_layernorm = RMSNorm(self.latent_width, eps)
         self.kv_b_proj = nn.Linear(self.latent_width, heads * (self.plain_width + self.value_width), bias=False)
         self.o_proj = nn.Linear(heads * self.value_width, width, bias=config.attention_bias)
         self.query_scale = _query_scale(rope_parameters(config))
