@@ -37,8 +37,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3.5 moe": ("qwen3_5_moe", {}, {}),
     "qwen3-next": ("qwen3_next", {"norm_topk_prob": False}, {}),
     "glm4 moe": ("glm4_moe", {}, {}),
-    "deepseek v3": ("deepseek_v3", {}, {}),
-    "deepseek v3, yarn, no query latent": ("deepseek_v3", {"q_lora_rank": None, "rope_parameters": YARN}, {}),
+    "deepseek v3": ("deepseek_v3", {"rope_parameters": YARN}, {}),
+    "deepseek v3, plain rope, no query latent": ("deepseek_v3", {"q_lora_rank": None}, {}),
     "fresh on llama": ("llama", {}, {"init": "fresh"}),
     "fresh on llama, tied, with its rope": (
         "llama",
