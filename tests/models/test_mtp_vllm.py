@@ -13,8 +13,8 @@ from draftsmith.data.rows import Row
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 NUM_TOKENS = 3
-# Latent attention with plain RoPE is left out: there vLLM 0.32 on a CPU answers otherwise than transformers even without
-# drafts (measured; DeepSeek-V3 itself has YaRN, with which both agree).
+# Latent attention with plain RoPE is left out: there vLLM 0.32 on a CPU answers otherwise than transformers even
+# without drafts (measured; DeepSeek-V3 itself has YaRN, with which both agree).
 SERVED = [variant for variant in VARIANTS if variant != "deepseek v3, plain rope, no query latent"]
 
 
