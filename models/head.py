@@ -85,6 +85,8 @@ class Layout:
     optional_copies: dict[str, Tensor]  # as `copies`: never written, but accepted when they are the target's
     # exported name, one of `copies` -> (row, name in the head's state_dict): a row of the copy that the head has learnt
     learnt_rows: dict[str, tuple[int, str]] = field(default_factory=dict)
+    # The head is a part of the target: its tensors go into a copy of the target's checkpoint, `config` into its config.
+    joins_target: bool = False
 
 
 class DraftState(Protocol):
