@@ -136,6 +136,11 @@ def greedy_tokens(hidden_RH: Tensor, head_VH: Tensor) -> Tensor:
     return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=hidden_RH.device)
 
 
+def rows_per_chunk(head_VH: Tensor) -> int:
+    """How many rows of logits exist at a time."""
+    return _ROWS_ON_GPU if head_VH.device.type == "cuda" else max(16, _CHUNK_BYTES // (4 * head_VH.shape[0]))
+
+
 def _chunks(num_rows: int, head_VH: Tensor) -> Iterable[slice]:
-    size = _ROWS_ON_GPU if head_VH.device.type == "cuda" else max(16, _CHUNK_BYTES // (4 * head_VH.shape[0]))
+    size = rows_per_chunk(head_VH)
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
