@@ -143,10 +143,10 @@ class Head(nn.Module):
         loss = Mix(1.0, 0.0) if self.config.loss == "ce" else self.config.loss
         alpha = self.config.dpace_alpha if self.config.position_weights == "dpace" else None
         found = distil_blocks(loss, student_RH, None, teacher_UH, rows, self._lens(), alpha)
-        metrics = {
-            f"top1_draft{place + 1}": ((is_here := place_R == place).logical_and(found.is_top_R).sum(), is_here.sum())
-            for place in range(self.config.num_drafts)
-        }
+        metrics = {}
+        for place in range(self.config.num_drafts):
+            is_here_R = place_R == place
+            metrics[f"top1_draft{place + 1}"] = ((is_here_R & found.is_top_R).sum().float(), is_here_R.sum().float())
         return {"tokens": Term(found.loss, 1.0)}, metrics
 
     def forward(self, batch: Batch) -> tuple[dict[str, Term], dict[str, tuple[Tensor, Tensor]]]:

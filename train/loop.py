@@ -92,6 +92,7 @@ def fit(
             window = next(windows)
             # 1. agree: the terms' counts over the whole window, whether to stop, and rank 0's clock
             watchdog.beat(state.step, "waiting for all ranks")
+            _seed_step(config, state.step, engine.rank)  # a head's counts may depend on what it draws for this step
             micro_batches = engine.to_device(window.batches)
             local_counts = engine.counts(micro_batches)
             counts, agreed = _agree(engine, window, local_counts, signals, clock)
@@ -107,7 +108,6 @@ def fit(
             # 2. one optimizer step
             progress = progress_of(config, state.step, total_steps, state.elapsed_s)
             rate = learning_rate_at(config, progress)
-            _seed_step(config, state.step, engine.rank)
             watchdog.beat(state.step, "training")
             report = engine.step(micro_batches, local_counts, counts, rate, window.row_ids)
             state.step += 1
