@@ -3,7 +3,8 @@
     R rows (a drafted position that is supervised), U teacher rows, S drafted positions of a block, H width, r rank,
     V draft vocabulary
 
-        logits[R]   student[R] @ head^T  +  factor[R] @ table^T        the low-rank part is optional, and trained
+        logits[R]   student[R] @ head^T  +  factor[R] @ table^T        the low-rank part is optional, and trained;
+                                                                       with it, vLLM applies no softcap to drafts
         teacher     row R learns from the target's state teacher[index[R]]; neighbouring blocks share most of them
         rows        ascending by block, then by place inside it; a block's rows are its places 0, 1, .., without gaps
 
@@ -84,10 +85,10 @@ def eager_distil_blocks(
 ) -> BlockLoss:
     """The dense twin of `distil_blocks`."""
 
-    def logits_of(states: Tensor, head_VH: Tensor) -> Tensor:
-        return softcap(F.linear(states.to(lens.dtype), head_VH.to(lens.dtype)).float(), lens.softcap)
+    def logits_of(states: Tensor, head_VH: Tensor, cap: float | None = lens.softcap) -> Tensor:
+        return softcap(F.linear(states.to(lens.dtype), head_VH.to(lens.dtype)).float(), cap)
 
-    logits = logits_of(student_RH, lens.draft_VH)
+    logits = logits_of(student_RH, lens.draft_VH, lens.softcap if low_rank is None else None)
     if low_rank is not None:
         logits = logits + F.linear(low_rank[0].to(lens.dtype), low_rank[1].to(lens.dtype)).float()
     target = logits_of(teacher_UH, lens.target_VH)[rows.teacher_R]
@@ -145,8 +146,10 @@ class _BlockDistillation(torch.autograd.Function):
         grad_factor = None if factor_Rr is None else torch.zeros_like(factor_Rr)
         grad_table = None if table_Vr is None else torch.zeros_like(table_Vr, dtype=torch.float32)
         for chunk, lengths in _whole_blocks(rows.lengths, rows_per_chunk(head)):
-            logits_RV = softcap(F.linear(student_RH[chunk].to(lens.dtype), head), lens.softcap)
-            slope_RV = None if lens.softcap is None else 1 - (logits_RV.float() / lens.softcap) ** 2
+            logits_RV, slope_RV = F.linear(student_RH[chunk].to(lens.dtype), head), None
+            if table is None and lens.softcap is not None:
+                logits_RV = softcap(logits_RV, lens.softcap)
+                slope_RV = 1 - (logits_RV.float() / lens.softcap) ** 2
             if table is not None:
                 logits_RV = logits_RV.float() + F.linear(factor_Rr[chunk].to(lens.dtype), table).float()
             teacher = None
