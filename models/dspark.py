@@ -17,8 +17,8 @@ confidence head estimates for every token the probability that it will be accept
 
     logits[j] = lm_head h[j] + W2 m[j]      vanilla  m = e              e = W1[token before]
                                             gated    m = sigmoid(Wg [h; e]) e
-                                            rnn      g, c, o = Wj [s; e; h],  s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c),
-                                                     m = tanh(o)
+                                            rnn      m = tanh(o)       g, c, o = Wj [s; e; h]
+                                                     s' = sigmoid(g) s + (1 - sigmoid(g)) tanh(c)
     confidence[j] = sigmoid(w [h; e])       known before token j is drawn, so a draft may end on it without bias
 
     loss  0.1 CE (data's token) + 0.9 sum |p - q| + 1.0 BCE(confidence, alpha), alpha = 1 - sum |p - q| / 2 detached;
@@ -312,7 +312,7 @@ class Head(nn.Module):
     def _best(self, hidden_NH: Tensor, factor_Nr: Tensor) -> Tensor:
         """The most likely draft ids, in chunks of rows: replay walks many blocks at once."""
         size = rows_per_chunk(self.vocabulary.head_VH)
-        chunks = zip(hidden_NH.split(size), factor_Nr.split(size), strict=True)
+        chunks = zip(torch.split(hidden_NH, size), torch.split(factor_Nr, size), strict=True)
         return torch.cat([self._logits(hidden, factor).argmax(-1) for hidden, factor in chunks])
 
     def _logits(self, hidden_NH: Tensor, factor_Nr: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def plan_tiles(
     device: torch.device,
     blocks_per_tile: int | None = None,
 ) -> list[Tile]:
-    """Tiles of ascending anchors (positions among the M tokens); starts[i] is where the document of anchors[i] begins."""
+    """Tiles of ascending anchors (positions among the M tokens); starts[i]: where the document of anchors[i] begins."""
     assert window is None or window >= num_slots, f"a window of {window} is narrower than a block of {num_slots}"
     size = blocks_per_tile or (_BLOCKS_ON_GPU if device.type == "cuda" else _BLOCKS_ON_CPU)
     tiles, first = [], 0
@@ -55,9 +55,7 @@ def plan_tiles(
     return tiles
 
 
-def _tile(
-    first: int, anchors: list[int], start: int, num_slots: int, window: int | None, device: torch.device
-) -> Tile:
+def _tile(first: int, anchors: list[int], start: int, num_slots: int, window: int | None, device: torch.device) -> Tile:
     begin = start if window is None else max(start, anchors[0] - window + 1)
     context = slice(begin, max(anchors[-1], begin))
     anchor_n1 = torch.tensor(anchors)[:, None]
@@ -87,7 +85,7 @@ def block_attention(
             for context, own in ((k_MgD, block_k_NSgD), (v_MgD, block_v_NSgD))
         )
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=tile.is_visible_QK)
-        outputs.append(attended[0].transpose(0, 1).unflatten(0, (-1, q_NShD.shape[1])))
+        outputs.append(attended[0].transpose(0, 1).reshape(-1, *q_NShD.shape[1:]))
     return torch.cat(outputs)
 
 

@@ -1,4 +1,4 @@
-"""lm_head and loss of draft blocks, in chunks of whole blocks: logits never exist whole, and weights may depend on losses.
+"""lm_head and loss of draft blocks in chunks of whole blocks: logits never exist whole, weights may depend on losses.
 
     R rows (a drafted position that is supervised), U teacher rows, S drafted positions of a block, H width, r rank,
     V draft vocabulary
@@ -113,12 +113,12 @@ def eager_distil_blocks(
 def dpace_weights(ce_R: Tensor, place_R: Tensor, lengths: Sequence[int], alpha: float) -> Tensor:
     """D-PACE's weight of each row: how much the expected accepted length of its block depends on it.
 
-    s_k = (1 - alpha) exp(-ce_k) + alpha,  c_k = s_1 .. s_k,  w_k = c_k + c_{k+1} + .. : the derivative of sum c by log s_k.
+    s_k = (1 - alpha) exp(-ce_k) + alpha,  c_k = s_1 .. s_k,  w_k = c_k + c_{k+1} + .. = d(sum c) / d(log s_k)
     """
     if not len(place_R):
         return torch.zeros_like(ce_R)
     block_R = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(ce_R.device)
-    survival = ce_R.new_zeros(len(lengths), int(max(lengths)))  # places without a row survive nothing: c = 0 behind them
+    survival = ce_R.new_zeros(len(lengths), int(max(lengths)))  # 0 where a block has no row: c is 0 from there on
     survival[block_R, place_R] = (1 - alpha) * torch.exp(-ce_R) + alpha
     reach = survival.cumprod(1)
     return reach.flip(1).cumsum(1).flip(1)[block_R, place_R]
@@ -160,6 +160,7 @@ class _BlockDistillation(torch.autograd.Function):
             if isinstance(loss, Mix):
                 found = mix_and_gradient(loss.ce, loss.l1, logits_RV, label_R, teacher)
             else:
+                assert teacher is not None
                 found = loss_and_gradient(loss, logits_RV, teacher)
             weight_R = rows.weight_R[chunk]
             if dpace_alpha is not None:
@@ -169,7 +170,7 @@ class _BlockDistillation(torch.autograd.Function):
             if found.alpha_R is not None:
                 alpha_R[chunk] = found.alpha_R
             grad_RV = found.grad_RV
-            if table is not None:
+            if table is not None and grad_factor is not None:
                 grad = grad_RV.to(lens.dtype)
                 grad_factor[chunk] = (grad @ table).to(factor_Rr.dtype) * weight_R[:, None].to(factor_Rr.dtype)
                 grad_table += (grad.T @ (factor_Rr[chunk] * weight_R[:, None]).to(lens.dtype)).float()

@@ -20,7 +20,7 @@ from draftsmith.models.batch import Batch
 
 @dataclass(frozen=True)
 class Blocks:
-    """Ascending anchors (positions among the M tokens), where their documents begin, and how many drafts have a label."""
+    """Ascending anchors (positions among the M tokens), where their documents begin, how many drafts are supervised."""
 
     starts: list[int]
     anchors: list[int]

@@ -81,9 +81,11 @@ class BlockBackbone(nn.Module):
         context_XH = self.hidden_norm(self.fc(aux_XF.to(self.fc.weight.dtype)))
         attentions = [layer.self_attn for layer in self._layers()]
         projections = [p.weight for attention in attentions for p in (attention.k_proj, attention.v_proj)]
-        rows_XLgD = F.linear(context_XH, torch.cat(projections)).unflatten(-1, (len(projections), -1, self.shape.head_dim))
+        all_X = F.linear(context_XH, torch.cat(projections))  # k and v of layer 0, k and v of layer 1, ..
+        all_XPgD = all_X.view(*positions_X.shape, len(projections), -1, self.shape.head_dim)
         angles, found = self.rope.angles(positions_X), []
-        for attention, k, v in zip(attentions, *(rows_XLgD[..., i::2, :, :].unbind(-3) for i in (0, 1)), strict=True):
+        for layer, attention in enumerate(attentions):
+            k, v = all_XPgD[..., 2 * layer, :, :], all_XPgD[..., 2 * layer + 1, :, :]
             found.append((rotate(attention.k_norm(k).to(k.dtype), angles), v))
         return found
 
@@ -167,7 +169,7 @@ def window_of_export(fields: Mapping[str, Any], target_config: Any) -> int | Non
     """
     kinds = set(fields.get("layer_types") or ("full_attention",))
     if len(kinds) > 1:
-        raise ValueError(f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; all layers must be of one kind")
+        raise ValueError(f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; give all layers the same")
     check_layer_fields({**fields, "layer_types": None}, target_config)
     if kinds == {"full_attention"}:
         return None

@@ -89,9 +89,7 @@ def loss_and_gradient(name: LossName, logits_RV: Tensor, teacher: Teacher) -> Ch
     return ChunkLoss(lam_R * kl_R + (1 - lam_R) * (1 - alpha_R), grad_RV, alpha_R, is_top_R)
 
 
-def mix_and_gradient(
-    ce: float, l1: float, logits_RV: Tensor, label_R: Tensor, teacher: Teacher | None
-) -> ChunkLoss:
+def mix_and_gradient(ce: float, l1: float, logits_RV: Tensor, label_R: Tensor, teacher: Teacher | None) -> ChunkLoss:
     """ce * (-log q[label]) + l1 * sum |p - q| over the whole vocabulary; `teacher` may be None where l1 is 0.
 
     sum |p - q| is 2 (1 - alpha), also where the draft vocabulary is trimmed and p as it is. `is_top_R` is of the label.
