@@ -66,7 +66,7 @@ class Scene:
 
 
 def typical_confidence(head: Any, run: Callable[[], object]) -> float:
-    """The median confidence of the drafts that `run` draws: a threshold that stops some drafts and not others."""
+    """The lower quartile of the confidences in `run`: a threshold that stops some drafts, and not most."""
     found, draft = [], head.draft
 
     def recording(*arguments: Any) -> Any:
@@ -77,7 +77,7 @@ def typical_confidence(head: Any, run: Callable[[], object]) -> float:
     head.draft = recording
     run()
     del head.draft
-    return float(torch.cat(found).median())
+    return float(torch.cat(found).quantile(0.25))
 
 
 @pytest.fixture(scope="module", params=METHODS, ids=lambda p: f"{p[0]}-{'trimmed' if p[1] else 'full'}")
@@ -157,7 +157,8 @@ def test_sampled_answers_are_distributed_as_the_targets_own(
         answers = decode(target, head, [PROMPT] * NUM_ANSWERS, wanted).answers
     places = torch.tensor([a.token_ids for a in answers]) @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
     counted = np.bincount(places.numpy(), minlength=VOCAB**LENGTH)
-    assert sum(sum(a.accepted) for a in answers) > NUM_ANSWERS // 5, "the accept path must be exercised"
+    least = NUM_ANSWERS // (20 if is_confident else 5)
+    assert sum(sum(a.accepted) for a in answers) > least, "the accept path must be exercised"
     mean = expected * NUM_ANSWERS
     large = mean >= 5
     cells, means = np.append(counted[large], counted[~large].sum()), np.append(mean[large], mean[~large].sum())

@@ -270,7 +270,7 @@ def test_blocks_end_with_their_document_and_anchors_follow_the_mask(target: Path
     head = tiny_head("dflash", frozen, **SMALL)
     batch = packed_batch(target, head)
     blocks = head._blocks(batch)
-    # Row 0: documents 0..8 (prompt 3, token 6 masked), 9, 10..11, 12..17; row 1: 20..27 (prompt 4), 28..32 (all prompt).
+    # Documents: 0..8 (prompt 3, token 6 masked), 9, 10..11, 12..17; second row 20..27 (prompt 4), 28..32 (all prompt).
     assert blocks.anchors == [2, 3, 4, 6, 7, 10, 13, 14, 15, 16, 23, 24, 25, 26]
     assert blocks.lengths == [3, 2, 1, 2, 1, 1, 4, 3, 2, 1, 4, 3, 2, 1]
     assert blocks.starts == [0, 0, 0, 0, 0, 10, 12, 12, 12, 12, 20, 20, 20, 20]
