@@ -187,7 +187,8 @@ class Head(nn.Module):
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """The weights of all supervised drafts, summed: the same for both terms."""
-        total = self._weights(_places(self._blocks(batch), batch.input_ids_BT.device)).sum()
+        _, place_R = self._blocks(batch).rows(batch.input_ids_BT.device)
+        total = self._weights(place_R).sum()
         return {"tokens": total, "confidence": total} if self.config.has_confidence else {"tokens": total}
 
     def loss(self, batch: Batch) -> tuple[dict[str, Term], dict[str, tuple[Tensor, Tensor]]]:
@@ -202,8 +203,7 @@ class Head(nn.Module):
         # reach earlier ones.
         embedded_NJr = self.markov_head.markov_w1(tokens_M[before_NJ.clamp_max(len(tokens_M) - 1)])
         factor_NJr = self.markov_head.factors(hidden_NJH, embedded_NJr)
-        place_R = _places(blocks, device)
-        block_R = torch.repeat_interleave(torch.arange(len(blocks)), torch.tensor(blocks.lengths)).to(device)
+        block_R, place_R = blocks.rows(device)
         before_R = before_NJ[block_R, place_R]
         teacher_U, index_R = torch.unique(before_R, return_inverse=True)
         weight_R = self._weights(place_R)
@@ -371,11 +371,6 @@ class Head(nn.Module):
             "speculators": Layout(speculators, names, copies, optional),
             "plain": Layout(plain, names, copies, optional),
         }
-
-
-def _places(blocks: Blocks, device: torch.device) -> Tensor:
-    """Place in its block of every supervised row, int64 [R]."""
-    return torch.cat([torch.arange(length) for length in blocks.lengths]).to(device)
 
 
 def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target: FrozenTarget) -> Config:

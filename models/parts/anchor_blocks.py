@@ -1,6 +1,6 @@
 """Which blocks of a packed batch a block method trains and drafts on.
 
-B packed rows, T tokens each, M = B*T tokens in all, N blocks, J drafted tokens of a block
+B packed rows, T tokens each, M = B*T tokens in all, N blocks, J drafted tokens of a block, R supervised drafts
 
     tokens    t0 t1 t2 t3 t4 t5        l = 0 0 1 1 1 1        anchors: a with t[a+1] generated, in one document
     a = 2              A  1  2  3      draft j predicts t[a+j], its teacher is last[a+j-1]
@@ -28,6 +28,13 @@ class Blocks:
 
     def __len__(self) -> int:
         return len(self.anchors)
+
+    def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of every supervised draft its block, and its place in the block (0 is the first draft): int64 [R] each."""
+        lengths_N = torch.tensor(self.lengths)
+        block_R = torch.repeat_interleave(torch.arange(len(self)), lengths_N)
+        place_R = torch.arange(len(block_R)) - (lengths_N.cumsum(0) - lengths_N)[block_R]
+        return block_R.to(device), place_R.to(device)
 
     def part(self, chosen: slice) -> "Blocks":
         return Blocks(self.starts[chosen], self.anchors[chosen], self.lengths[chosen])
