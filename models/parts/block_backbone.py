@@ -43,9 +43,12 @@ class BlockLayer(nn.Module):
 
     def forward(self, state: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Residual stream [X, H] -> the same after this layer; `attend` takes queries, keys and values of the block."""
-        mixed = self.input_layernorm(state)
-        queries = self.self_attn.queries(mixed, angles)
-        state = state + self.self_attn.output(attend(queries, *self.self_attn.keys_values(mixed, angles)))
+        mixed, attention = self.input_layernorm(state), self.self_attn
+        # By their weights, as the context uses them: ZeRO-3 cannot follow a weight that is used in both ways.
+        k, v = (F.linear(mixed, p.weight) for p in (attention.k_proj, attention.v_proj))
+        k, v = (x.view(*x.shape[:-1], -1, attention.head_dim) for x in (k, v))
+        keys = rotate(attention.k_norm(k).to(k.dtype), angles)
+        state = state + attention.output(attend(attention.queries(mixed, angles), keys, v))
         return state + self.mlp(self.post_attention_layernorm(state))  # type: ignore[no-any-return]
 
 
