@@ -36,7 +36,7 @@ from draftsmith.models.parts.document_rows import (
     without_last,
 )
 from draftsmith.models.parts.draft_cache import DraftCache
-from draftsmith.models.parts.draft_vocabulary import check_kept_ids, ids_of, kept_mask, offsets_of
+from draftsmith.models.parts.draft_vocabulary import DraftVocabulary, ids_of
 from draftsmith.models.parts.fused_layer import FusedLayer
 from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
@@ -113,27 +113,10 @@ class Head(nn.Module):
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
                 nn.init.normal_(linear.weight, std=0.02)  # the initializer_range of Llama and of all references
-        self._set_vocabulary(kept_ids)
-
-    def _set_vocabulary(self, kept_ids: Tensor | None) -> None:
-        wanted, full = self.config.draft_vocab_size, self.target.vocab_size
-        if wanted is not None and wanted > full:
-            raise ValueError(f"model.draft_vocab_size is {wanted}; the target has only {full} tokens")
-        head_VH = self.target.head_VH
-        if wanted is not None and wanted < full:
-            if kept_ids is None:
-                raise ValueError("model.draft_vocab_size trims the vocabulary, but no kept ids were given")
-            kept_ids = check_kept_ids(kept_ids, full).to(head_VH.device)
-            if kept_ids.shape[0] != wanted:
-                raise ValueError(f"model.draft_vocab_size is {wanted}, but {kept_ids.shape[0]} kept ids were given")
-            self.register_buffer("d2t", offsets_of(kept_ids))
-            self.register_buffer("t2d", kept_mask(kept_ids, full))
-            head_VH = head_VH[kept_ids]
-        self._is_trimmed = head_VH is not self.target.head_VH
-        self._target_rows_VH = head_VH
-        if self.config.train_lm_head:
-            self.lm_head = nn.Linear(head_VH.shape[1], head_VH.shape[0], bias=False)
-            self.lm_head.weight.data.copy_(head_VH)
+        self.vocabulary = DraftVocabulary.register(self, target, config.draft_vocab_size, kept_ids)
+        if config.train_lm_head:
+            self.lm_head = nn.Linear(self.shape.hidden_size, self.vocabulary.head_VH.shape[0], bias=False)
+            self.lm_head.weight.data.copy_(self.vocabulary.head_VH)
 
     # ---------------------------------------------------------------- training
 
@@ -186,7 +169,7 @@ class Head(nn.Module):
         def next_token(step: int, rows: Tensor, outputs: Tensor | None) -> Tensor:
             if outputs is None:
                 return tokens_N[rows + 1]
-            drafted_NK[rows, step - 1] = self._to_target(greedy_tokens(outputs, self._head()))
+            drafted_NK[rows, step - 1] = self.vocabulary.to_target(greedy_tokens(outputs, self._head()))
             return drafted_NK[rows, step - 1]
 
         *_, (_, last_outputs) = self._unroll(batch, segments, next_token, False, num_tokens)
@@ -320,18 +303,14 @@ class Head(nn.Module):
         self, output_BH: Tensor, temperature: float, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor | None]:
         if temperature <= 0:
-            return self._to_target(greedy_tokens(output_BH, self._head())), None
+            return self.vocabulary.to_target(greedy_tokens(output_BH, self._head())), None
         head = self._head()
         logits_BV = F.linear(output_BH.to(head.dtype), head).float()
         if self.target.logit_softcap is not None:
             logits_BV = self.target.logit_softcap * torch.tanh(logits_BV / self.target.logit_softcap)
         probs_BV = torch.softmax(logits_BV / temperature, dim=-1)
         token_B = torch.multinomial(probs_BV, 1, generator=generator)[:, 0]
-        if self._is_trimmed:
-            scattered = torch.zeros(probs_BV.shape[0], self.target.vocab_size, device=probs_BV.device)
-            ids = self._to_target(torch.arange(probs_BV.shape[1], device=probs_BV.device))
-            probs_BV = scattered.index_copy_(1, ids, probs_BV)
-        return self._to_target(token_B), probs_BV
+        return self.vocabulary.to_target(token_B), self.vocabulary.widen(probs_BV)
 
     # ---------------------------------------------------------------- shared
 
@@ -346,18 +325,15 @@ class Head(nn.Module):
         return self.fc(aux_XF).to(self.fc.weight.dtype)  # type: ignore[no-any-return]
 
     def _head(self) -> Tensor:
-        weight: Tensor = self.lm_head.weight if self.config.train_lm_head else self._target_rows_VH
+        weight: Tensor = self.lm_head.weight if self.config.train_lm_head else self.vocabulary.head_VH
         return weight
 
     def _lens(self) -> Lens:
-        autocasts = torch.is_autocast_enabled(self._target_rows_VH.device.type)
-        dtype = torch.get_autocast_dtype(self._target_rows_VH.device.type) if autocasts else self.fc.weight.dtype
-        needs_mass = self._is_trimmed and self.config.loss in ("tv", "lk_hybrid")
+        autocasts = torch.is_autocast_enabled(self.vocabulary.head_VH.device.type)
+        dtype = torch.get_autocast_dtype(self.vocabulary.head_VH.device.type) if autocasts else self.fc.weight.dtype
+        needs_mass = self.vocabulary.is_trimmed and self.config.loss in ("tv", "lk_hybrid")
         everything = self.target.head_VH if needs_mass else None
-        return Lens(self._head(), self._target_rows_VH, everything, self.target.logit_softcap, dtype)
-
-    def _to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t[draft_ids] if self._is_trimmed else draft_ids  # type: ignore[index]
+        return Lens(self._head(), self.vocabulary.head_VH, everything, self.target.logit_softcap, dtype)
 
     def _layers(self) -> list[FusedLayer]:
         return cast(list[FusedLayer], list(self.layers))
@@ -370,7 +346,7 @@ class Head(nn.Module):
         switches = {name: getattr(self.config, name) for name in _EXPORTED_SWITCHES}
         common: dict[str, Any] = {
             **switches,
-            "draft_vocab_size": self._target_rows_VH.shape[0],
+            "draft_vocab_size": self.vocabulary.head_VH.shape[0],
             "target_hidden_size": self.target.hidden_size,
             "num_aux_hidden_states": num_aux,
             "eagle_aux_hidden_state_layer_ids": ids,
@@ -393,10 +369,12 @@ class Head(nn.Module):
         # The authors' name of an only layer, which other engines insist on.
         midlayer = {name.replace("layers.0.", "midlayer."): name for name in same} if len(self.layers) == 1 else same
         embedding, scale = self.target.embedding_VH, self.target.embedding_scale
-        copies = {"lm_head.weight": self._target_rows_VH} if self._is_trimmed and not self.config.train_lm_head else {}
+        copies = {}
+        if self.vocabulary.is_trimmed and not self.config.train_lm_head:
+            copies["lm_head.weight"] = self.vocabulary.head_VH
         if scale != 1.0:  # Gemma: engines do not scale the embeddings they share with the target
             copies["embed_tokens.weight"] = embedding * scale
-        optional = {"embed_tokens.weight": embedding, "lm_head.weight": self._target_rows_VH}
+        optional = {"embed_tokens.weight": embedding, "lm_head.weight": self.vocabulary.head_VH}
         optional = {name: tensor for name, tensor in optional.items() if name not in {**same, **copies}}
         return {
             "speculators": Layout(speculators, same, copies, optional),

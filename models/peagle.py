@@ -31,7 +31,7 @@ from draftsmith.models.ops.distillation import Lens, distil, greedy_tokens
 from draftsmith.models.ops.segments import Segment, segment_attention
 from draftsmith.models.parts.document_rows import all_segments, rows_of, supervised_segments, whole_segments
 from draftsmith.models.parts.draft_cache import DraftCache
-from draftsmith.models.parts.draft_vocabulary import check_kept_ids, ids_of, kept_mask, offsets_of
+from draftsmith.models.parts.draft_vocabulary import DraftVocabulary, ids_of
 from draftsmith.models.parts.fused_layer import FusedLayer
 from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
@@ -119,7 +119,10 @@ class Head(nn.Module):
             if isinstance(linear, nn.Linear):
                 nn.init.normal_(linear.weight, std=0.02)  # the initializer_range of Llama and of all references
         self._set_mask(num_aux * width)
-        self._set_vocabulary(kept_ids)
+        self.vocabulary = DraftVocabulary.register(self, target, config.draft_vocab_size, kept_ids)
+        if config.train_lm_head:
+            self.lm_head = nn.Linear(self.shape.hidden_size, self.vocabulary.head_VH.shape[0], bias=False)
+            self.lm_head.weight.data.copy_(self.vocabulary.head_VH)
 
     def _set_mask(self, num_features: int) -> None:
         num_rows = self.target.embedding_VH.shape[0]
@@ -134,26 +137,6 @@ class Head(nn.Module):
         if learns == "all":
             table_VH = self.target.embedding_VH.float() * scale
             self.embed_tokens = nn.Embedding.from_pretrained(table_VH, freeze=False)  # type: ignore[no-untyped-call]
-
-    def _set_vocabulary(self, kept_ids: Tensor | None) -> None:
-        wanted, full = self.config.draft_vocab_size, self.target.vocab_size
-        if wanted is not None and wanted > full:
-            raise ValueError(f"model.draft_vocab_size is {wanted}; the target has only {full} tokens")
-        head_VH = self.target.head_VH
-        if wanted is not None and wanted < full:
-            if kept_ids is None:
-                raise ValueError("model.draft_vocab_size trims the vocabulary, but no kept ids were given")
-            kept_ids = check_kept_ids(kept_ids, full).to(head_VH.device)
-            if kept_ids.shape[0] != wanted:
-                raise ValueError(f"model.draft_vocab_size is {wanted}, but {kept_ids.shape[0]} kept ids were given")
-            self.register_buffer("d2t", offsets_of(kept_ids))
-            self.register_buffer("t2d", kept_mask(kept_ids, full))
-            head_VH = head_VH[kept_ids]
-        self._is_trimmed = head_VH is not self.target.head_VH
-        self._target_rows_VH = head_VH
-        if self.config.train_lm_head:
-            self.lm_head = nn.Linear(head_VH.shape[1], head_VH.shape[0], bias=False)
-            self.lm_head.weight.data.copy_(head_VH)
 
     # ---------------------------------------------------------------- training
 
@@ -212,7 +195,7 @@ class Head(nn.Module):
             batch.input_ids_BT.numel(), num_tokens, dtype=torch.int64, device=batch.input_ids_BT.device
         )
         for depth, outputs in enumerate(self._outputs(batch, segments, [every_R] * num_tokens)):
-            drafted_NK[rows_R, depth] = self._to_target(greedy_tokens(outputs, self._head()))
+            drafted_NK[rows_R, depth] = self.vocabulary.to_target(greedy_tokens(outputs, self._head()))
         return drafted_NK.view(*batch.input_ids_BT.shape, num_tokens)
 
     def _outputs(self, batch: Batch, segments: list[Segment], kept: list[Tensor]) -> list[Tensor]:
@@ -292,17 +275,13 @@ class Head(nn.Module):
         (batch, num_tokens), head_VH = output_BNH.shape[:2], self._head()
         if temperature <= 0:
             greedy = greedy_tokens(output_BNH.flatten(0, 1), head_VH)
-            return Draft(self._to_target(greedy).view(batch, num_tokens), None)
+            return Draft(self.vocabulary.to_target(greedy).view(batch, num_tokens), None)
         logits_BNV = F.linear(output_BNH.to(head_VH.dtype), head_VH).float()
         if self.target.logit_softcap is not None:
             logits_BNV = self.target.logit_softcap * torch.tanh(logits_BNV / self.target.logit_softcap)
         probs_BNV = torch.softmax(logits_BNV / temperature, dim=-1)
         drawn = torch.multinomial(probs_BNV.flatten(0, 1), 1, generator=generator).view(batch, num_tokens)
-        if self._is_trimmed:
-            ids = self._to_target(torch.arange(probs_BNV.shape[2], device=probs_BNV.device))
-            everything = probs_BNV.new_zeros(batch, num_tokens, self.target.vocab_size)
-            probs_BNV = everything.index_copy_(2, ids, probs_BNV)
-        return Draft(self._to_target(drawn), probs_BNV)
+        return Draft(self.vocabulary.to_target(drawn), self.vocabulary.widen(probs_BNV))
 
     # ---------------------------------------------------------------- shared
 
@@ -331,18 +310,15 @@ class Head(nn.Module):
         return torch.where(is_mask, self.mask_embedding, embedded.to(self.mask_embedding.dtype))
 
     def _head(self) -> Tensor:
-        weight: Tensor = self.lm_head.weight if self.config.train_lm_head else self._target_rows_VH
+        weight: Tensor = self.lm_head.weight if self.config.train_lm_head else self.vocabulary.head_VH
         return weight
 
     def _lens(self) -> Lens:
-        device = self._target_rows_VH.device.type
+        device = self.vocabulary.head_VH.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.weight.dtype
-        needs_mass = self._is_trimmed and self.config.loss in ("tv", "lk_hybrid")
+        needs_mass = self.vocabulary.is_trimmed and self.config.loss in ("tv", "lk_hybrid")
         everything = self.target.head_VH if needs_mass else None
-        return Lens(self._head(), self._target_rows_VH, everything, self.target.logit_softcap, dtype)
-
-    def _to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t[draft_ids] if self._is_trimmed else draft_ids  # type: ignore[index]
+        return Lens(self._head(), self.vocabulary.head_VH, everything, self.target.logit_softcap, dtype)
 
     def _layers(self) -> list[FusedLayer]:
         return cast(list[FusedLayer], list(self.layers))
@@ -355,7 +331,7 @@ class Head(nn.Module):
         switches = {name: getattr(self.config, name) for name in _EXPORTED_SWITCHES}
         common: dict[str, Any] = {
             **switches,
-            "draft_vocab_size": self._target_rows_VH.shape[0],
+            "draft_vocab_size": self.vocabulary.head_VH.shape[0],
             "target_hidden_size": self.target.hidden_size,
             "num_aux_hidden_states": num_aux,
             "eagle_aux_hidden_state_layer_ids": ids,
@@ -379,12 +355,14 @@ class Head(nn.Module):
         same = {name: name for name in self.state_dict() if name != "mask_embedding"}
         table, scale = self.target.embedding_VH, self.target.embedding_scale
         learns = self.config.train_embeddings
-        copies = {"lm_head.weight": self._target_rows_VH} if self._is_trimmed and not self.config.train_lm_head else {}
+        copies = {}
+        if self.vocabulary.is_trimmed and not self.config.train_lm_head:
+            copies["lm_head.weight"] = self.vocabulary.head_VH
         # Gemma: engines do not scale the embeddings they share with the target.
         if learns == "mask" or (learns == "none" and scale != 1.0):
             copies["embed_tokens.weight"] = table if scale == 1.0 else table * scale
         rows = {"embed_tokens.weight": (self.mask_token_id, "mask_embedding")} if learns == "mask" else {}
-        optional = {"embed_tokens.weight": table, "lm_head.weight": self._target_rows_VH}
+        optional = {"embed_tokens.weight": table, "lm_head.weight": self.vocabulary.head_VH}
         optional = {name: tensor for name, tensor in optional.items() if name not in {**same, **copies}}
         written = {"speculators": speculators, "plain": plain}
         return {name: Layout(fields, same, copies, optional, rows) for name, fields in written.items()}

@@ -7,7 +7,7 @@ CPU would grow by a gigabyte for a gain of 5 %: LRU_CACHE_CAPACITY.
 
 import os
 
-SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "PASSIVE", "LRU_CACHE_CAPACITY": "1"}
+SETTINGS = {"TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "2000", "LRU_CACHE_CAPACITY": "16"}
 
 
 def prepare_process() -> None:

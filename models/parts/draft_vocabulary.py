@@ -70,6 +70,10 @@ class DraftVocabulary:
         return cls(target.head_VH[kept_ids], kept_ids, full)
 
     @property
+    def is_trimmed(self) -> bool:
+        return self.kept_ids is not None
+
+    @property
     def is_kept_V(self) -> Tensor | None:
         """bool [full size], None where nothing is trimmed."""
         return None if self.kept_ids is None else kept_mask(self.kept_ids, self.full_size)
