@@ -10,7 +10,7 @@ The target's greedy choices *are* the row, so a draft is accepted exactly where 
 runtime's clipped ones (`min(accepted, emitted)`), number for number. On sampled rows they are an estimate only.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +48,18 @@ class Replayed:
     by_length: tuple[Counts, ...]  # of N = 1, 2, ..., n
 
 
-def replay(head: Any, batches: Iterable[tuple[Sequence[Row], Batch]], num_tokens: int) -> list[Replayed]:
-    """The counts of every row. The head's drafts for N must be the first N of its drafts for `num_tokens`."""
+def replay(
+    head: Any,
+    batches: Iterable[tuple[Sequence[Row], Batch]],
+    num_tokens: int,
+    lengths: Sequence[int] | None = None,
+) -> list[Replayed]:
+    """The counts of every row.
+
+    A head whose drafts for N are no prefix of longer ones (`drafts_depend_on_length`) drafts once for each of `lengths`
+    (default: all); other lengths then hold no rounds.
+    """
+    lengths = range(1, num_tokens + 1) if lengths is None else lengths
     device = next(head.parameters()).device
     was_training = head.training
     head.eval()
@@ -57,15 +67,24 @@ def replay(head: Any, batches: Iterable[tuple[Sequence[Row], Batch]], num_tokens
     try:
         with torch.no_grad():
             for rows, batch in batches:
-                drafted_TN = head.propose(batch.to(device), num_tokens)[0].cpu()
+                drafts_by_length = _drafts_by_length(head, batch.to(device), num_tokens, lengths)
                 start = 0
                 for row in rows:
                     end = start + len(row.input_ids)
-                    replayed.append(_replay_row(row, drafted_TN[start:end]))
+                    own = {n: drafted_Tn[start:end] for n, drafted_Tn in drafts_by_length.items()}
+                    replayed.append(_replay_row(row, own, num_tokens))
                     start = end
     finally:
         head.train(was_training)
     return replayed
+
+
+def _drafts_by_length(head: Any, batch: Batch, num_tokens: int, lengths: Sequence[int]) -> dict[int, Tensor]:
+    """Proposal length n -> drafts [T, n] of a batch of one packed row."""
+    if getattr(head, "drafts_depend_on_length", False):
+        return {n: head.propose(batch, n)[0].cpu() for n in lengths}
+    longest_TN = head.propose(batch, num_tokens)[0].cpu()
+    return {n: longest_TN[:, :n] for n in range(1, num_tokens + 1)}
 
 
 def make_probe(
@@ -73,6 +92,7 @@ def make_probe(
 ) -> Callable[[nn.Module], dict[str, float]]:
     """A probe for training: head -> {"mal": at num_tokens, "mal@1": ..., "acceptance_rate": ...} on these rows.
 
+    Of a head whose drafts depend on their number, only num_tokens is measured: each further length would cost as much.
     Raises ValueError at once when no row holds an answer of two tokens, from which nothing can be measured.
     """
     if not any(end > first for row in rows for first, end in _answers(row)):
@@ -84,9 +104,9 @@ def make_probe(
         head: Any = module
         if size <= _KEPT_BYTES:
             kept[:] = kept or list(batches_of(rows, stream, head.needs.aux_layers))
-        found = replay(head, kept or batches_of(rows, stream, head.needs.aux_layers), num_tokens)
+        found = replay(head, kept or batches_of(rows, stream, head.needs.aux_layers), num_tokens, [num_tokens])
         totals = [Counts.total([row.by_length[n] for row in found]) for n in range(num_tokens)]
-        figures = {f"mal@{n + 1}": float(total.mal or 1.0) for n, total in enumerate(totals)}
+        figures = {f"mal@{n + 1}": float(total.mal or 1.0) for n, total in enumerate(totals) if total.rounds}
         last = totals[-1]
         return {"mal": figures[f"mal@{num_tokens}"], "acceptance_rate": last.accepted / last.drafted, **figures}
 
@@ -124,21 +144,19 @@ def _lay_out(rows: Sequence[Row], records: Sequence[Record], places: Sequence[in
     )
 
 
-def _replay_row(row: Row, drafted_TN: Tensor) -> Replayed:
+def _replay_row(row: Row, drafts_by_length: Mapping[int, Tensor], num_tokens: int) -> Replayed:
     """Walk every answer of a row once for each proposal length."""
-    num_tokens = drafted_TN.shape[1]
-    walked: list[list[int]] = [[] for _ in range(num_tokens)]
+    walked: dict[int, list[int]] = {n: [] for n in range(1, num_tokens + 1)}
     for first, end in _answers(row):
         if first == 0:
             raise ValueError(f"row {row.row_id} begins with an answer; a round needs at least one token before it")
-        matched = _matched_prefixes(row, drafted_TN, first, end)
-        for n in range(num_tokens):
-            at = first
+        for n, drafted_Tn in drafts_by_length.items():
+            matched, at = _matched_prefixes(row, drafted_Tn, first, end), first
             while at < end:
-                accepted = min(matched[at - first], n + 1)
+                accepted = matched[at - first]
                 walked[n].append(accepted)
                 at += accepted + 1
-    counts = tuple(Counts.of_rounds([n + 1] * len(accepted), accepted, n + 1) for n, accepted in enumerate(walked))
+    counts = tuple(Counts.of_rounds([n] * len(accepted), accepted, n) for n, accepted in walked.items())
     return Replayed(row.row_id, row.conversation_id, row.source, counts)
 
 

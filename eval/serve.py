@@ -31,6 +31,7 @@ from draftsmith.eval.measurements import Cell, Measurement, MeasurementLog
 from draftsmith.eval.workloads import Question
 from draftsmith.hidden_states.vllm_server import Server, launch
 from draftsmith.models.head import served_as
+from draftsmith.models.target import StoredTensors
 
 _COUNTER = re.compile(r"^vllm:(spec_decode_num_\w+|generation_tokens)_total\{([^}]*)\}\s+(\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -129,10 +130,13 @@ def _server(
             "extra_args": (*config.server.extra_args, "--no-enable-prefix-caching"),
         }
     )
-    speculative = {**served_as(method), "model": str(export_folder.absolute()), "num_speculative_tokens": n}
-    return launch(
-        replace(target, dtype=config.dtype), server, folder / f"vllm-n{n}.log", speculative=speculative if n else None
-    )
+    speculative: dict[str, Any] = {**served_as(method), "num_speculative_tokens": n}
+    served = replace(target, dtype=config.dtype)
+    if StoredTensors(export_folder).is_whole_model:  # the head is a part of the target: the export is what is served
+        served = replace(served, path=export_folder.absolute())
+    else:
+        speculative["model"] = str(export_folder.absolute())
+    return launch(served, server, folder / f"vllm-n{n}.log", speculative=speculative if n else None)
 
 
 class _Client:

@@ -46,6 +46,9 @@ def model_card(
 
 
 def _serving(target_name: str, method: str, num_tokens: int, layout: str) -> str:
+    if layout == "target":  # the folder is the target itself, with the head in it
+        speculative = json.dumps({**served_as(method), "num_speculative_tokens": num_tokens})
+        return f"```\nvllm serve THIS_FOLDER --speculative-config '{speculative}'\n```"
     speculative = json.dumps({**served_as(method), "model": "THIS_FOLDER", "num_speculative_tokens": num_tokens})
     explicit = f"```\nvllm serve {target_name} --speculative-config '{speculative}'\n```"
     if layout != "speculators":

@@ -3,6 +3,8 @@
     speculators   the layout of vllm-project/speculators; carries its target and N, so `vllm serve FOLDER` is enough
     plain         the layout of the EAGLE authors and other engines; N and method are given on the command line
 
+A head that is a part of its target (`Layout.joins_target`) is written into a copy of the target, which is then served.
+
 What a layout holds is the method's to say (`export_map`, `read_export`); here it is written, audited, loaded again and
 compared: a folder appears only when what a fresh reader finds in it drafts exactly as the head does (fault 30).
 """
@@ -21,7 +23,8 @@ from draftsmith.models.card import Card, model_card
 from draftsmith.models.checkpoint import CONFIG, WEIGHTS, fill, load_head, read_head_config, read_tensors, write_folder
 from draftsmith.models.head import Context, Layout, available_methods, load_method, method_of, methods_recognising
 from draftsmith.models.parts.draft_vocabulary import ids_of
-from draftsmith.models.target import FrozenTarget
+from draftsmith.models.stitch import stitch
+from draftsmith.models.target import INDEX, FrozenTarget, StoredTensors
 
 LayoutName = Literal["speculators", "plain"]
 DType = Literal["bfloat16", "float16", "float32"]
@@ -62,6 +65,8 @@ def export_head(
     torch_dtype = getattr(torch, dtype)
     tensors = _exported_tensors(head, parts, torch_dtype)
     config = {**parts.config, "torch_dtype": dtype, "dtype": dtype}
+    if parts.joins_target and target.stored is None:
+        raise ValueError(f"{method_of(head)} is exported inside a copy of its target; load that from a folder")
     if layout == "speculators":
         config |= _speculators_fields(parts.config, target, target_name, num_speculative_tokens)
     method = read_head_config(head_folder).method
@@ -69,9 +74,15 @@ def export_head(
 
     def write(temporary: Path) -> None:
         nonlocal found
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-        (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        text = model_card(card or Card(), config, target_name, method, num_speculative_tokens, layout)
+        written: Mapping[str, Any] = config
+        if parts.joins_target:
+            assert target.stored is not None
+            written = stitch(target.stored, tensors, parts.config, temporary)
+        else:
+            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+            (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        served_as = "target" if parts.joins_target else layout
+        text = model_card(card or Card(), written, target_name, method, num_speculative_tokens, served_as)
         (temporary / "README.md").write_text(text)
         found = _compare(head, head_folder, temporary, torch_dtype)
 
@@ -85,7 +96,8 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
 
     Raises ValueError naming every tensor that is missing, unexpected, misshapen or not the target's own.
     """
-    fields, tensors = read_export_config(folder), read_tensors(folder)
+    fields = read_export_config(folder)
+    tensors: Mapping[str, Tensor] = StoredTensors(folder) if (folder / INDEX).is_file() else read_tensors(folder)
     module = load_method(method)
     kept_ids = ids_of(tensors["d2t"]) if "d2t" in tensors else None
     try:
@@ -98,8 +110,11 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
     head: nn.Module = module.Head(config, target, kept_ids)
     parts = _layout_of(head, "speculators" if "speculators_model_type" in fields else "plain")
     renamed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        copy = {**parts.copies, **parts.optional_copies}.get(name)
+    copies = {**parts.copies, **parts.optional_copies}
+    # Of a whole target only the head's own names are read; the others are the target's, and not the head's to judge.
+    names = [name for name in tensors if not parts.joins_target or name in copies or name in parts.tensors]
+    for name in names:
+        tensor, copy = tensors[name], copies.get(name)
         if name in parts.learnt_rows and copy is not None and tensor.shape == copy.shape:
             row, ours = parts.learnt_rows[name]
             renamed[ours] = tensor[row].clone()
@@ -167,7 +182,8 @@ class Hub(Protocol):
 
 def push_to_hub(folder: Path, repo_id: str, *, is_private: bool = True, hub: Hub | None = None) -> str:
     """Upload an exported folder to USER/REPO; returns its URL. Raises ValueError when the folder is no export."""
-    missing = [name for name in (CONFIG, WEIGHTS, "README.md") if not (folder / name).is_file()]
+    weights = INDEX if (folder / INDEX).is_file() else WEIGHTS
+    missing = [name for name in (CONFIG, weights, "README.md") if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{folder} is not an exported head: {', '.join(missing)} missing; run `draftsmith export`")
     if repo_id.count("/") != 1:

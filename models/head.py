@@ -87,6 +87,8 @@ class Layout:
     optional_copies: dict[str, Tensor]  # as `copies`: never written, but accepted when they are the target's
     # exported name, one of `copies` -> (row, name in the head's state_dict): a row of the copy that the head has learnt
     learnt_rows: dict[str, tuple[int, str]] = field(default_factory=dict)
+    # The head is a part of the target: its tensors go into a copy of the target's checkpoint, `config` into its config.
+    joins_target: bool = False
 
 
 class DraftState(Protocol):
@@ -104,7 +106,11 @@ class Head(Protocol):
     needs: Needs  # what the method's `needs` said for this head
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
-        """Term name -> its number of supervised rows in this batch (float32 scalar), without running the model."""
+        """Term name -> its number of supervised rows in this batch (float32 scalar), without running the model.
+
+        Where rows have fixed weights, the sum of their weights. A head that draws which rows it trains on draws the
+        same ones here and in `loss`, for the same batch after the same torch.manual_seed.
+        """
 
     def loss(self, batch: Batch) -> tuple[dict[str, Term], dict[str, tuple[Tensor, Tensor]]]:
         """Forward and loss: the terms of `counts`, and detached metrics as name -> (sum, count).
@@ -135,7 +141,8 @@ class Head(Protocol):
         """int64 [B, T, N]: at every row t, the tokens a greedy round would draft after x[t+1] was the bonus.
 
         Row t sees states 0..t of its document and token t+1, exactly as in `draft`; rows without a next token in the
-        same document hold arbitrary values. Used by replay.
+        same document that the target generated may hold arbitrary values. Used by replay, which takes the first N of
+        more drafts for a draft of N, unless the head has an attribute `drafts_depend_on_length` that is true.
         """
 
     def export_map(self) -> dict[str, Layout]:

@@ -7,6 +7,7 @@ not hold the target. The norm is the target's own class from transformers: gemma
 """
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+INDEX = "model.safetensors.index.json"
 _EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -23,6 +25,28 @@ _EMBEDDING_NAMES = (
 )
 _HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight")
 _NORM_NAMES = ("model.norm.weight", "model.language_model.norm.weight", "language_model.model.norm.weight")
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint folder, single file or sharded, by name; each is read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, _tensor_files(folder)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self.files[name], "pt") as file:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @property
+    def is_whole_model(self) -> bool:
+        """Whether these are a language model's, and not those of a draft head alone."""
+        return any(name in self.files for name in _NORM_NAMES)
 
 
 @dataclass(frozen=True)
@@ -35,6 +59,7 @@ class FrozenTarget:
     norm: nn.Module  # the target's final norm; its weight is frozen
     embedding_scale: float
     logit_softcap: float | None
+    stored: StoredTensors | None = None  # the checkpoint behind it, for heads that begin as a part of the target
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
@@ -46,14 +71,13 @@ class FrozenTarget:
 
         whole = AutoConfig.from_pretrained(folder, local_files_only=True)
         config = whole.get_text_config()
-        index = _tensor_files(folder)
-        embedding = _read(index, _EMBEDDING_NAMES, dtype, device)
+        stored = StoredTensors(folder)
+        embedding = _read(stored, _EMBEDDING_NAMES, dtype, device)
         tied = bool(getattr(config, "tie_word_embeddings", False) or getattr(whole, "tie_word_embeddings", False))
-        head = embedding if tied else _read(index, _HEAD_NAMES, dtype, device)
-        norm = _final_norm(config, _read(index, _NORM_NAMES, torch.float32, device)).to(device)
-        return cls(
-            config, embedding, head, norm, _embedding_scale(config), getattr(config, "final_logit_softcapping", None)
-        )
+        head = embedding if tied else _read(stored, _HEAD_NAMES, dtype, device)
+        norm = _final_norm(config, _read(stored, _NORM_NAMES, torch.float32, device)).to(device)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(config, embedding, head, norm, _embedding_scale(config), softcap, stored)
 
     @property
     def hidden_size(self) -> int:
@@ -145,19 +169,18 @@ def _embedding_scale(config: Any) -> float:
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise ValueError(f"target folder {folder} has no model.safetensors and no model.safetensors.index.json")
+        raise ValueError(f"target folder {folder} has no model.safetensors and no {INDEX}")
     with safe_open(single, "pt") as file:
         return {name: single for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
 
 
-def _read(index: dict[str, Path], names: tuple[str, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _read(stored: StoredTensors, names: tuple[str, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     for name in names:
-        if name in index:
-            with safe_open(index[name], "pt") as file:
-                return file.get_tensor(name).to(device=device, dtype=dtype)  # type: ignore[no-any-return]
+        if name in stored:
+            return stored[name].to(device=device, dtype=dtype)
     raise ValueError(f"the target's checkpoint holds none of {', '.join(names)}; is it a causal language model?")

@@ -4,12 +4,15 @@ Each keeps what makes its architecture special: layer types, experts, latent or 
 scales of embeddings and logits, shared keys. Names of the first group are those of the recipes, up to the method.
 """
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny import BOS, EOS, VOCAB, tiny_tokenizer
 from transformers import PreTrainedModel
 
@@ -208,5 +211,26 @@ def field_target(folder: Path, name: str) -> Path:
             if "norm" in parameter_name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.float().save_pretrained(folder)
+    if name.startswith(("qwen3.5", "qwen3.6")):
+        _add_mtp_layer(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _add_mtp_layer(folder: Path) -> None:
+    """Give a saved Qwen3.5 a random MTP layer, shaped as its last layer, in the names of its checkpoints."""
+    tensors, path = load_file(folder / "model.safetensors"), folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    path.write_text(json.dumps(config, indent=1))
+    last = re.compile(rf".*\blayers\.{_SIZES['num_hidden_layers'] - 1}\.")
+    width = _SIZES["hidden_size"]
+    layer = {last.sub("mtp.layers.0.", name): x for name, x in tensors.items() if last.match(name)}
+    layer |= {
+        f"mtp.{name}.weight": torch.zeros(width) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    layer["mtp.fc.weight"] = torch.zeros(width, 2 * width)
+    generator = torch.Generator().manual_seed(1)
+    for name, x in layer.items():
+        tensors[name] = x + 0.1 * torch.randn(x.shape, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -3,24 +3,38 @@
 B packed rows, T tokens in a packed row, F = auxiliary layers * target width, H target width
 """
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from draftsmith.data.rows import Row
@@ -34,6 +48,53 @@ _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "mimo": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+}
+_LAYERS = 7  # so that the default auxiliary layers 2, 3 and 4 differ
+_FULL_ATTENTION = {"layer_types": ["full_attention"] * _LAYERS}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_QWEN_EXPERTS = {**_FULL_ATTENTION, **_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 48}
+_GROUPS = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
+_GROUPS |= {"routed_scaling_factor": 1.8, "first_k_dense_replace": 2}
+_LATENTS: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
+_LATENTS |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads them
+# What a kind needs beside the sizes that all have.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": _FULL_ATTENTION,
+    "qwen3_5_moe": _QWEN_EXPERTS,
+    "qwen3_next": _QWEN_EXPERTS,
+    "glm4_moe": _GROUPS | {"use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "deepseek_v3": _GROUPS | _LATENTS | {"num_key_value_heads": 2, "head_dim": 64},  # the rotated width
+}
+# Kinds that bring an MTP layer: what config.json says of it, the prefix of its tensors and of its decoder layer, and
+# the names of its norms (embedding, state, final) and of its projection.
+_MTP_FIELDS = {"num_nextn_predict_layers": 1}
+_QWEN_MTP = ("mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"), "fc")
+_DEEPSEEK_MTP = (f"model.layers.{_LAYERS}.", "", ("enorm", "hnorm", "shared_head.norm"), "eh_proj")
+_MTP: dict[str, tuple[dict[str, Any], str, str, tuple[str, str, str], str]] = {
+    "mimo": (
+        _MTP_FIELDS | {"architectures": ["MiMoForCausalLM"]},
+        "model.mtp_layers.0.",
+        "",
+        ("token_layernorm", "hidden_layernorm", "final_layernorm"),
+        "input_proj",
+    ),
+    "qwen3_5": ({"mtp_num_hidden_layers": 1}, *_QWEN_MTP),
+    "qwen3_5_moe": ({"mtp_num_hidden_layers": 1}, *_QWEN_MTP),
+    "qwen3_next": ({}, *_QWEN_MTP),
+    "glm4_moe": (_MTP_FIELDS, *_DEEPSEEK_MTP),
+    "deepseek_v3": (_MTP_FIELDS, *_DEEPSEEK_MTP),
 }
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -53,12 +114,13 @@ def tiny_target(
     """Save a random target with a tokenizer into `folder` and return it. `config` overrides the transformers config.
 
     head_dim is 32, the smallest that vLLM serves on a CPU. `std` is large enough that the greedy continuations vary.
+    The kinds mimo, qwen3_5, qwen3_5_moe, qwen3_next, glm4_moe and deepseek_v3 bring an MTP layer.
     """
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 128,
-        "num_hidden_layers": 7,  # so that the default auxiliary layers 2, 3 and 4 differ
+        "num_hidden_layers": _LAYERS,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 32,
@@ -71,14 +133,32 @@ def tiny_target(
     }
     config_class, model_class = _MODELS[kind]
     torch.manual_seed(seed)
-    model = model_class(config_class(**sizes | config))
+    model = model_class(config_class(**sizes | _SETTINGS.get(kind, {}) | config))
     with torch.no_grad():  # gains as after training: a norm of exactly one would hide a wrong norm
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.to(dtype).save_pretrained(folder)
+    if kind in _MTP:
+        _add_mtp_layer(folder, kind, std)
     tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _add_mtp_layer(folder: Path, kind: str, std: float) -> None:
+    """Give a saved target a random MTP layer, in its family's names, shaped as the target's last layer."""
+    fields, prefix, layer, norms, projection = _MTP[kind]
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()) | fields
+    width, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers'] - 1}."
+    like = {f"{layer}{name.removeprefix(last)}": x for name, x in tensors.items() if name.startswith(last)}
+    like |= {f"{norm}.weight": tensors["model.norm.weight"] for norm in norms}
+    like[f"{projection}.weight"] = torch.empty(width, 2 * width, dtype=tensors["model.norm.weight"].dtype)
+    for name, x in like.items():
+        random = torch.randn_like(x)
+        tensors[prefix + name] = x + 0.3 * random if "norm" in name else (0.3 if x.ndim == 1 else 2 * std) * random
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 @lru_cache(maxsize=1)

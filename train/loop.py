@@ -93,6 +93,7 @@ def fit(
             # 1. agree: the terms' counts over the whole window, whether to stop, and rank 0's clock
             _seed_step(config, state.step, engine.rank)  # before the counts: a head may count what it draws
             watchdog.beat(state.step, "waiting for all ranks")
+            _seed_step(config, state.step, engine.rank)  # a head's counts may depend on what it draws for this step
             micro_batches = engine.to_device(window.batches)
             local_counts = engine.counts(micro_batches)
             counts, agreed = _agree(engine, window, local_counts, signals, clock)

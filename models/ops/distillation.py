@@ -76,14 +76,14 @@ def eager_distil(
 class _Distillation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, name, weight_KR, teacher_RH, lens, draft_VH, *student_KRH):  # type: ignore[no-untyped-def]
-        draft, target, target_all = _products(lens)
+        draft, target, target_all = products(lens)
         loss_K = torch.zeros(len(student_KRH), device=draft_VH.device)
         top1_K = torch.zeros_like(loss_K)
         grads = [torch.zeros_like(student) for student in student_KRH]
         trains_head = draft_VH.requires_grad
         head_grads = [torch.zeros_like(draft_VH, dtype=torch.float32) for _ in student_KRH] if trains_head else []
         for rows in _chunks(teacher_RH.shape[0], draft_VH):
-            teacher = _teacher(teacher_RH[rows].to(lens.dtype), target, target_all, lens.softcap)
+            teacher = teacher_of(teacher_RH[rows].to(lens.dtype), target, target_all, lens.softcap)
             for k, student_RH in enumerate(student_KRH):
                 weight_R = weight_KR[k, rows]
                 if not weight_R.any():
@@ -122,9 +122,9 @@ class _Distillation(torch.autograd.Function):
         )
 
 
-def _products(lens: Lens) -> tuple[FrozenProduct, FrozenProduct, FrozenProduct | None]:
+def products(lens: Lens) -> tuple[FrozenProduct, FrozenProduct, FrozenProduct | None]:
     """Of the draft's matrix, the target's, and the whole of the target's."""
-    size = _rows_per_chunk(lens.draft_VH)
+    size = rows_per_chunk(lens.draft_VH)
     target = frozen_product(lens.target_VH.to(lens.dtype), size)
     everything = lens.target_all_VH
     target_all = None if everything is None else frozen_product(everything.to(lens.dtype), size)
@@ -135,7 +135,10 @@ def _products(lens: Lens) -> tuple[FrozenProduct, FrozenProduct, FrozenProduct |
     return frozen_product(lens.draft_VH.to(lens.dtype), size), target, target_all
 
 
-def _teacher(states_RH: Tensor, target: FrozenProduct, target_all: FrozenProduct | None, cap: float | None) -> Teacher:
+def teacher_of(
+    states_RH: Tensor, target: FrozenProduct, target_all: FrozenProduct | None, cap: float | None
+) -> Teacher:
+    """The target's distribution of one chunk of post-norm states."""
     lse_R = None
     if target_all is not None:
         lse_R = logsumexp(softcap(target_all.to_logits(states_RH), cap))
@@ -144,19 +147,20 @@ def _teacher(states_RH: Tensor, target: FrozenProduct, target_all: FrozenProduct
 
 def greedy_tokens(hidden_RH: Tensor, head_VH: Tensor) -> Tensor:
     """argmax over V of hidden @ head^T in chunks: int64 [R] draft ids. A softcap is monotonous: it changes nothing."""
-    product = frozen_product(head_VH, _rows_per_chunk(head_VH))
+    product = frozen_product(head_VH, rows_per_chunk(head_VH))
     tokens = [
         product.to_logits(hidden_RH[rows].to(head_VH.dtype)).argmax(-1) for rows in _chunks(hidden_RH.shape[0], head_VH)
     ]
     return torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=hidden_RH.device)
 
 
-def _chunks(num_rows: int, head_VH: Tensor) -> Iterable[slice]:
-    size = _rows_per_chunk(head_VH)
-    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
-
-
-def _rows_per_chunk(head_VH: Tensor) -> int:
+def rows_per_chunk(head_VH: Tensor) -> int:
+    """How many rows of logits exist at a time."""
     if head_VH.device.type == "cuda":
         return _ROWS_ON_GPU
     return min(_ROWS_ON_CPU, max(16, _CHUNK_BYTES // (4 * head_VH.shape[0])))
+
+
+def _chunks(num_rows: int, head_VH: Tensor) -> Iterable[slice]:
+    size = rows_per_chunk(head_VH)
+    return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))

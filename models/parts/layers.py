@@ -28,6 +28,9 @@ class LayerShape:
     head_dim: int
     norm_eps: float
     has_qk_norm: bool
+    has_bias: bool = False  # of queries, keys and values, as Qwen2 has them
+    is_gated: bool = False  # the attention's output is gated by a sigmoid, as in Qwen3-Next and Qwen3.5
+    gain_offset: float = 0.0  # 1 where norms multiply by 1+w, as those of Qwen3-Next and Qwen3.5 do
 
     @classmethod
     def of_target(cls, config: Any, has_qk_norm: bool, **overrides: int | None) -> "LayerShape":
@@ -43,15 +46,16 @@ class LayerShape:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in fp32 with a plain gain, as Llama and Qwen3 define it; output in the gain's dtype."""
+    """Root-mean-square norm in fp32, output in the gain's dtype. The gain is `offset` + weight: offset 0 is the norm of
+    Llama and Qwen3, offset 1 that of Qwen3-Next and Qwen3.5."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight + self.offset if self.offset else self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
@@ -72,32 +76,45 @@ class SwiGLU(nn.Module):
 
 
 class Projections(nn.Module):
-    """The four projections of an attention layer, with RoPE and the optional per-head q/k norms of Qwen3."""
+    """The four projections of an attention layer, with RoPE, the optional per-head q/k norms of Qwen3, the optional
+    biases of Qwen2 and the optional output gate of Qwen3.5, which each head of q_proj holds behind its query."""
 
     def __init__(self, shape: LayerShape, input_width: int) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
-        self.q_proj = nn.Linear(input_width, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=False)
+        query_width, bias = shape.num_heads * shape.head_dim * (2 if shape.is_gated else 1), shape.has_bias
+        self.q_proj = nn.Linear(input_width, query_width, bias=bias)
+        self.k_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_width, shape.num_kv_heads * shape.head_dim, bias=bias)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
         if shape.has_qk_norm:
-            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps)
-            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps)
-        self.has_qk_norm = shape.has_qk_norm
+            self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps, shape.gain_offset)
+            self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, shape.gain_offset)
+        self.has_qk_norm, self.is_gated = shape.has_qk_norm, shape.is_gated
 
     def queries(self, x: Tensor, angles: Angles) -> Tensor:
-        """[..., width] -> rotated queries [..., h, D]."""
-        q = self._split(self.q_proj(x))
-        return rotate(self.q_norm(q).to(q.dtype) if self.has_qk_norm else q, angles)
+        """[..., width] -> rotated queries [..., h, D] of a layer without a gate."""
+        return self.gated_queries(x, angles)[0]
+
+    def gated_queries(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor | None]:
+        """[..., width] -> rotated queries and, where the layer has them, gates before the sigmoid, each [..., h, D]."""
+        projected, gate = self.q_proj(x), None
+        if self.is_gated:
+            heads = projected.shape[-1] // (2 * self.head_dim)
+            q, gate = projected.view(*projected.shape[:-1], heads, 2 * self.head_dim).chunk(2, dim=-1)
+        else:
+            q = self._split(projected)
+        return rotate(self.q_norm(q).to(q.dtype) if self.has_qk_norm else q, angles), gate
 
     def keys_values(self, x: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., width] -> rotated keys and values [..., g, D]."""
         k = self._split(self.k_proj(x))
         return rotate(self.k_norm(k).to(k.dtype) if self.has_qk_norm else k, angles), self._split(self.v_proj(x))
 
-    def output(self, attended: Tensor) -> Tensor:
+    def output(self, attended: Tensor, gate: Tensor | None = None) -> Tensor:
         """[..., h, D] -> [..., H]."""
+        if gate is not None:
+            attended = attended * torch.sigmoid(gate)
         return self.o_proj(attended.flatten(-2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ class Teacher:
         mass_R1 = None if lse_all_R is None else (lse_R - lse_all_R).exp()[:, None]
         return cls(probs_RV, lse_R - _rowwise_dot(probs_RV, logits_RV), logits_RV.argmax(-1), mass_R1)
 
+    def expand(self, index_R: Tensor) -> "Teacher":
+        """Row index_R[i] of this chunk for each i: several draft rows may learn from one state."""
+        mass_R1 = None if self.mass_R1 is None else self.mass_R1[index_R]
+        return Teacher(self.probs_RV[index_R], self.entropy_R[index_R], self.top_R[index_R], mass_R1)
+
 
 @dataclass(frozen=True)
 class ChunkLoss:
@@ -81,6 +86,28 @@ def loss_and_gradient(name: LossName, logits_RV: Tensor, teacher: Teacher) -> Ch
     lam_R = torch.exp(-LK_ETA * alpha_R)
     grad_RV = q_RV.sub_(teacher.probs_RV).mul_(lam_R[:, None]).addcmul_(tv_grad_RV, (1 - lam_R)[:, None])
     return ChunkLoss(lam_R * kl_R + (1 - lam_R) * (1 - alpha_R), grad_RV, alpha_R, is_top_R)
+
+
+def mix_and_gradient(ce: float, l1: float, logits_RV: Tensor, label_R: Tensor, teacher: Teacher | None) -> ChunkLoss:
+    """ce * (-log q[label]) + l1 * sum |p - q| over the whole vocabulary; `teacher` may be None where l1 is 0.
+
+    sum |p - q| is 2 (1 - alpha), also where the draft vocabulary is trimmed and p as it is. `is_top_R` is of the label.
+    """
+    is_top_R = logits_RV.gather(-1, label_R[:, None])[:, 0] >= logits_RV.amax(-1)
+    log_q_RV = torch.log_softmax(logits_RV, dim=-1, dtype=torch.float32)
+    value_R = -ce * log_q_RV.gather(-1, label_R[:, None])[:, 0]
+    q_RV, alpha_R, tv_grad_RV = log_q_RV.exp_(), None, None
+    if teacher is not None:
+        p_RV = teacher.probs_RV if teacher.mass_R1 is None else teacher.probs_RV * teacher.mass_R1
+        alpha_R = torch.minimum(p_RV, q_RV).sum(-1)
+        below_RV = (q_RV <= p_RV).to(q_RV.dtype)
+        tv_grad_RV = (_rowwise_dot(q_RV, below_RV)[:, None] - below_RV).mul_(q_RV)
+        value_R = value_R + 2 * l1 * (1 - alpha_R)
+    grad_RV = q_RV.mul_(ce)
+    grad_RV.scatter_add_(-1, label_R[:, None], torch.full_like(value_R, -ce)[:, None])
+    if tv_grad_RV is not None:
+        grad_RV.add_(tv_grad_RV, alpha=2 * l1)
+    return ChunkLoss(value_R, grad_RV, alpha_R, is_top_R)
 
 
 def dense_loss(name: LossName, logits_RV: Tensor, teacher_logits_RV: Tensor, lse_all_R: Tensor | None) -> Tensor:

@@ -1,6 +1,20 @@
 """vLLM's counters are read right; the real server is in test_run.py."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny import tiny_target
+
+from draftsmith.data.target import ResolvedTarget
+from draftsmith.eval import serve
+from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.serve import DraftCounters, parse_counters
+from draftsmith.eval.workloads import Question
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter
@@ -35,3 +49,33 @@ def test_a_server_without_speculation_has_none() -> None:
 def test_unrelated_and_missing_counters_change_nothing() -> None:
     text = METRICS.replace(METRICS.splitlines()[6] + "\n", "") + 'vllm:prompt_tokens_total{engine="0"} NaN\n'
     assert parse_counters(text) == DraftCounters(12, 36, 9, (0, 3, 0), 22), "position 0 was never accepted"
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["a head alone", "a target that holds its head"])
+def test_the_export_is_served_beside_the_target_or_as_the_target(
+    is_whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[Path, Any]] = []
+
+    @contextmanager
+    def launch(target: ResolvedTarget, *_: Any, speculative: Any) -> Generator[None]:
+        launched.append((target.path, speculative))
+        yield
+
+    monkeypatch.setattr(serve, "launch", launch)
+    if is_whole:
+        tiny_target(tmp_path / "export")
+    else:
+        (tmp_path / "export").mkdir()
+        save_file({"norm.weight": torch.ones(4)}, tmp_path / "export/model.safetensors")
+    target = ResolvedTarget("someone/target", tmp_path / "target", "w", "t", "c", "float32")
+    workloads = {"chat": [Question("q", (1, 2, 3))]}
+    for n in (0, 3):
+        with serve._server(EvalConfig(), target, tmp_path / "export", "method", n, workloads, tmp_path):
+            pass
+    speculative = {"method": "method", "num_speculative_tokens": 3}
+    if is_whole:
+        assert launched == [(tmp_path / "export", None), (tmp_path / "export", speculative)]
+    else:
+        speculative["model"] = str(tmp_path / "export")
+        assert launched == [(tmp_path / "target", None), (tmp_path / "target", speculative)]

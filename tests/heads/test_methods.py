@@ -9,6 +9,7 @@ from draftsmith.models.head import available_methods, load_method
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("data", "hidden_states", "models", "train", "eval", "recipes")
+INSIDE_VLLM = ROOT / "hidden_states" / "vllm_plugin.py"  # corrects vLLM's own methods, by the names vLLM gives them
 
 
 def test_every_file_that_defines_a_head_is_a_method() -> None:
@@ -34,7 +35,8 @@ def test_no_other_file_names_a_method(method: str) -> None:
         str(path.relative_to(ROOT))
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
-        if path != ROOT / "models" / f"{method}.py" and names_it.search(engines_words.sub("", path.read_text()))
+        if path not in (ROOT / "models" / f"{method}.py", INSIDE_VLLM)
+        and names_it.search(engines_words.sub("", path.read_text()))
     ]
     assert offenders == []
 

@@ -12,6 +12,7 @@ from test_rope import ROPES
 from tiny import tiny_batch, tiny_head, tiny_kept_ids, tiny_rows, tiny_target
 
 from draftsmith.data.rows import Row
+from draftsmith.hidden_states.vllm_server import write_plugin
 from draftsmith.models.checkpoint import save_head
 from draftsmith.models.export import export_head
 from draftsmith.models.target import FrozenTarget
@@ -97,6 +98,7 @@ def run_vllm(root: Path, jobs: list[dict[str, Any]]) -> dict[str, Any]:
     (root / "jobs.json").write_text(json.dumps(jobs))
     environment = {
         **os.environ,
+        "PYTHONPATH": str(write_plugin(root / "site", PYTHON)),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

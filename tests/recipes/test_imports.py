@@ -27,6 +27,12 @@ def frozen(target_folder: Path) -> FrozenTarget:
     return FrozenTarget.load(target_folder, torch.float32)
 
 
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that brings what every method wants: an MTP layer, too."""
+    return tiny_target(tmp_path_factory.mktemp("mimo"), "mimo")
+
+
 def a_head(method: str, frozen: FrozenTarget, **config: Any) -> Any:
     trims = "draft_vocab_size" in load_method(method).Config.model_fields
     return tiny_head(method, frozen, kept_ids=tiny_kept_ids(100) if trims else None, **config)
@@ -42,17 +48,18 @@ def exported(head: Any, folder: Path, method: str, layout: str) -> Path:
 @pytest.mark.parametrize("layout", ["speculators", "plain"])
 @pytest.mark.parametrize("method", available_methods())
 def test_an_exported_head_is_recognised_and_drafts_as_before(
-    method: str, layout: str, frozen: FrozenTarget, target_folder: Path, tmp_path: Path
+    method: str, layout: str, mimo: Path, tmp_path: Path
 ) -> None:
+    frozen = FrozenTarget.load(mimo, torch.float32)
     head = a_head(method, frozen)
     if layout not in head.export_map():
         pytest.skip(f"{method} has no such layout")
     folder = exported(head, tmp_path, method, layout)
     assert methods_recognising(json.loads((folder / "config.json").read_text())) == [method]
-    found = import_folder(folder, tmp_path / "imported", str(target_folder))
+    found = import_folder(folder, tmp_path / "imported", str(mimo))
     assert found.method == method and found.num_parameters == sum(p.numel() for p in head.parameters())
     imported: Any = load_head(tmp_path / "imported", frozen)
-    batch = tiny_batch(target_folder, [tiny_rows([12])], head.needs.aux_layers)
+    batch = tiny_batch(mimo, [tiny_rows([12])], head.needs.aux_layers)
     assert torch.equal(imported.propose(batch, 3), head.propose(batch, 3))
 
 

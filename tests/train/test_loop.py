@@ -14,7 +14,7 @@ from toy_run import (
     log_of,
     losses_of,
     run,
-    run_eagle3,
+    run_real,
     save_toy,
     toy_config,
     toy_rows,
@@ -148,7 +148,7 @@ def test_bf16_keeps_fp32_weights_and_moments(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_real_eagle3_head_learns(tmp_path, precision):
     config = toy_config(max_steps=60, learning_rate=2e-2, precision=precision, optimizer="muon", tokens_per_batch=200)
-    run_eagle3(tmp_path, config)
+    run_real("eagle3", tmp_path, config)
     losses = losses_of(tmp_path)
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_resume import assert_same_run
-from toy_run import POISON, log_of, losses_of, run, run_eagle3, toy_config, toy_rows, weights_of
+from toy_run import POISON, REAL_HEADS, log_of, losses_of, run, run_real, toy_config, toy_rows, weights_of
 
 from draftsmith.train.batches import Plan
 
@@ -21,7 +21,7 @@ def _start(folder: Path, fits: list[dict], launcher: list[str], **environment: s
     (folder / "fits.json").write_text(json.dumps(fits))
     command = [sys.executable, "-m", *launcher, str(Path(__file__).parent / "toy_run.py"), str(folder / "fits.json")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, cwd=_ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=_ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-6000:]
     return done
 
@@ -45,7 +45,8 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(tmp_path, stage):
     count = _count_with_an_idle_rank(uneven)
     fits.append({"folder": str(tmp_path / "uneven"), "config": uneven, "rows": count})
     fits.append({"folder": str(tmp_path / "poisoned"), "config": uneven, "rows": count, "tokens": [[4, POISON]]})
-    fits.append({"folder": str(tmp_path / "eagle3"), "config": {"optimizer": "muon"}, "eagle3": True})
+    for method in REAL_HEADS:
+        fits.append({"folder": str(tmp_path / method), "config": {"optimizer": "muon"}, "method": method})
     launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     _start(
         tmp_path,
@@ -62,8 +63,9 @@ def test_two_ranks_equal_one_and_resume_bit_for_bit(tmp_path, stage):
     _assert_close(
         tmp_path / "uneven", tmp_path / "one-uneven", toy_rows(count), **(uneven | {"gradient_accumulation": 4})
     )
-    run_eagle3(tmp_path / "one-eagle3", toy_config(optimizer="muon", gradient_accumulation=2))
-    assert losses_of(tmp_path / "eagle3") == pytest.approx(losses_of(tmp_path / "one-eagle3"), rel=1e-4)
+    for method in REAL_HEADS:
+        run_real(method, tmp_path / f"one-{method}", toy_config(optimizer="muon", gradient_accumulation=2))
+        assert losses_of(tmp_path / method) == pytest.approx(losses_of(tmp_path / f"one-{method}"), rel=1e-4), method
     skipped = [line for line in log_of(tmp_path / "poisoned") if line.get("skipped")]
     assert len(skipped) == 2 and all("row-4" in line["rows"] for line in skipped)
     assert all(torch.isfinite(value).all() for value in weights_of(tmp_path / "poisoned").values())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from draftsmith.data.rows import Row
 from draftsmith.hidden_states.record import CaptureSpec, Record
 from draftsmith.models.batch import Batch, shift_left
-from draftsmith.models.head import Needs, Term
+from draftsmith.models.head import Needs, Term, load_method
 from draftsmith.models.target import FrozenTarget
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.loop import FitResult, fit
@@ -134,12 +134,17 @@ def save_toy(head: nn.Module, folder: Path) -> None:
     torch.save({name: value.detach().clone() for name, value in head.state_dict().items()}, folder / "weights.pt")
 
 
-def eagle3_head() -> tuple[nn.Module, FrozenTarget]:
-    """The real EAGLE-3 head on the frozen ends of a tiny random target whose width is the toy stream's."""
+REAL_HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {"train_lm_head": True, "ttt_steps": 2},
+    "dflash": {"num_layers": 2, "block_size": 4},
+    "dspark": {"num_layers": 1, "block_size": 3, "markov_rank": 4, "markov_type": "gated"},
+}
+
+
+def real_head(method: str) -> tuple[nn.Module, FrozenTarget]:
+    """A real head on the frozen ends of a tiny random target whose width is the toy stream's."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    from draftsmith.models import eagle3
 
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -152,13 +157,14 @@ def eagle3_head() -> tuple[nn.Module, FrozenTarget]:
     )
     ends = torch.randn(2, VOCAB, WIDTH)
     target = FrozenTarget(config, ends[0], ends[1], LlamaRMSNorm(WIDTH), 1.0, None)
-    settings = eagle3.Config(aux_layers=LAYERS[:-1], train_lm_head=True, ttt_steps=2)
-    return eagle3.Head(settings, target), target
+    module = load_method(method)
+    settings = module.Config(aux_layers=LAYERS[:-1], **REAL_HEADS[method])
+    return module.Head(settings, target), target
 
 
-def run_eagle3(folder: Path, config: TrainConfig) -> FitResult:
-    """One fit of the real head on the toy rows."""
-    head, target = eagle3_head()
+def run_real(method: str, folder: Path, config: TrainConfig) -> FitResult:
+    """One fit of a real head on the toy rows."""
+    head, target = real_head(method)
     rows = toy_rows()
     return fit(config, head, target, rows, ToyStream(rows), folder, None, save_weights=save_toy)
 
@@ -234,7 +240,8 @@ def main() -> None:
 
         try:
             config = toy_config(**item["config"])
-            result = run_eagle3(folder, config) if item.get("eagle3") else run(folder, config, rows, probe)
+            method = item.get("method")
+            result = run_real(method, folder, config) if method else run(folder, config, rows, probe)
         except SystemExit as stop:
             (folder / "stopped.json").write_text(json.dumps(stop.code))
             continue
