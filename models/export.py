@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -107,6 +108,9 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
             f"{folder}: {CONFIG} lacks {error.args[0]}, which a head of method {method} has; is it one of another "
             "method, or no head at all?"
         ) from error
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, p['loc']))} {p['input']!r} ({p['msg']})" for p in error.errors())
+        raise ValueError(f"{folder}: a head of method {method} cannot have {found}") from error
     head: nn.Module = module.Head(config, target, kept_ids)
     parts = _layout_of(head, "speculators" if "speculators_model_type" in fields else "plain")
     renamed: dict[str, Tensor] = {}
