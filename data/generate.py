@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.grouped_attention import use_grouped_attention
-from draftsmith.data.kv_cache import RowCache, attention_masks
+from draftsmith.data.kv_cache import RowCache, attention_masks, mask_BHQS
+from draftsmith.data.logits import target_logits
 from draftsmith.data.packed_linear import pack_linears
 
 _MAX_PREFILL_TOKENS = 8192  # padding included, in one pass: bounds its memory
@@ -59,8 +60,9 @@ class Engine:
         self.decoder = getattr(model, model.base_model_prefix)
         # transformers 5.24 renamed the argument.
         self._cache_name = "cache" if "cache" in signature(self.decoder.forward).parameters else "past_key_values"
-        self.head = model.get_output_embeddings()
-        self.softcap = getattr(self.config, "final_logit_softcapping", None)
+        self.model, self.head = model, model.get_output_embeddings()
+        # gpt-oss, whose sinks sdpa lacks; no mask means causal to sdpa, and to eager attention that nothing is hidden.
+        self.needs_masks = model.config._attn_implementation == "eager"
         self.device = self.head.weight.device
 
     def cache(self, batch_size: int) -> RowCache:
@@ -70,6 +72,8 @@ class Engine:
     def forward(self, ids_BQ: Tensor, cache: RowCache) -> Tensor:
         """Run the decoder over the next Q tokens of every sequence; post-norm states [B, Q, H]. Lengths stay."""
         positions_BQ, mask = cache.begin(ids_BQ.shape[1])
+        if mask is None and self.needs_masks:
+            mask = mask_BHQS(positions_BQ, cache.end)
         output = self.decoder(
             input_ids=ids_BQ,
             position_ids=positions_BQ,
@@ -82,8 +86,7 @@ class Engine:
 
     def logits(self, states: Tensor) -> Tensor:
         """Post-norm states [..., H] -> logits [..., V] in the model's dtype."""
-        logits: Tensor = self.head(states)
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return target_logits(self.model, states)
 
 
 @torch.no_grad()

@@ -125,6 +125,8 @@ class RowCache(Cache):  # type: ignore[misc]
         self.num_slots = max(self.num_slots, longest + _GROWTH)
         self.lengths_B = self.lengths_B.index_copy(0, rows_R, other.lengths_B)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if not theirs.is_initialized:  # a layer that reads another one's keys
+                continue
             if not mine.is_initialized:
                 shape = theirs.keys[:1].expand(len(self.lengths_B), -1, -1, -1)
                 mine.lazy_initialization(shape, theirs.values)

@@ -121,14 +121,16 @@ def load_tokenizer(target: ResolvedTarget) -> Any:
 def load_model(target: ResolvedTarget, device: str = "cpu", dtype: str | None = None) -> Any:
     """The target as a transformers causal LM in eval mode, without gradients; `dtype` overrides the target's."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    model = AutoModelForCausalLM.from_pretrained(
-        target.path,
-        dtype=getattr(torch, dtype or target.dtype),
-        local_files_only=True,
-        trust_remote_code=target.trust_remote_code,
-    )
+    options = {"local_files_only": True, "trust_remote_code": target.trust_remote_code}
+    config = AutoConfig.from_pretrained(target.path, **options)
+    is_own_code = target.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    # Some multimodal targets (Kimi K2.5, MiniMax M3) have no class for their text part alone.
+    is_causal = is_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    loader = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    model = loader.from_pretrained(target.path, dtype=getattr(torch, dtype or target.dtype), **options)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftsmith.data.logits import target_logits
 from draftsmith.hidden_states.record import CaptureSpec
 from draftsmith.hidden_states.transformers_source import text_decoder
 
@@ -227,10 +228,7 @@ def _layer_words(layer: int, other: int) -> str:
 
 
 def _head(model: Any, normed_TH: Tensor) -> Tensor:
-    _, config = text_decoder(model)
-    logits_TV: Tensor = model.get_output_embeddings()(normed_TH).float()
-    cap = getattr(config, "final_logit_softcapping", None)
-    return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+    return target_logits(model, normed_TH).float()
 
 
 def _dtype(model: Any) -> torch.dtype:

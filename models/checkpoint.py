@@ -23,6 +23,7 @@ from draftsmith.models.parts.draft_vocabulary import ids_of
 from draftsmith.models.target import FrozenTarget
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+_OLDER_WEIGHTS = "pytorch_model.bin"
 _FORMAT = 1
 
 
@@ -113,11 +114,17 @@ def dimensions(target: FrozenTarget) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's model.safetensors. Raises ValueError when the file is missing or torn."""
-    path = folder / WEIGHTS
-    if not path.is_file():
+    """All tensors of a folder's model.safetensors, or of pytorch_model.bin, which older exports of others have.
+
+    Raises ValueError when the file is missing or torn.
+    """
+    path, older = folder / WEIGHTS, folder / _OLDER_WEIGHTS
+    if not path.is_file() and not older.is_file():
         raise ValueError(f"{folder} holds no weights: {WEIGHTS} is missing")
     try:
+        if not path.is_file():
+            path = older
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
         with safe_open(path, "pt"):
             pass
         return load_file(path)

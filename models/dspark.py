@@ -41,7 +41,7 @@ from draftsmith.models.head import Context, Draft, Layout, Needs, Term
 from draftsmith.models.ops.block_distillation import Mix, Rows, distil_blocks
 from draftsmith.models.ops.distillation import Lens, rows_per_chunk
 from draftsmith.models.parts.anchor_blocks import Blocks, proposal_blocks, training_blocks
-from draftsmith.models.parts.block_backbone import BlockBackbone, spread_layers, window_of_export
+from draftsmith.models.parts.block_backbone import BlockBackbone, layers_of_export, spread_layers
 from draftsmith.models.parts.draft_cache import DraftCache
 from draftsmith.models.parts.draft_vocabulary import DraftVocabulary
 from draftsmith.models.parts.layers import LayerShape
@@ -63,6 +63,9 @@ class Config(BaseModel, extra="forbid", frozen=True):
     num_attention_heads: int | None = Field(None, ge=1)
     num_key_value_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=2)
+    rope_parameters: dict[str, Any] | None = Field(
+        None, description="RoPE of the draft layers, as transformers writes it; default: the target's"
+    )
     draft_vocab_size: int | None = Field(None, ge=1, description="most frequent target ids that are kept; default all")
     mask_token_id: int | None = Field(None, ge=0, description="fills undrafted slots; default: the end-of-sequence id")
     block_size: int = Field(7, ge=2, description="slots of a block, the anchor's included")
@@ -170,7 +173,13 @@ class Head(nn.Module):
             head_dim=config.head_dim,
         )
         self.backbone = BlockBackbone(
-            target, shape, config.num_layers, len(self.needs.aux_layers), config.mask_token_id, config.sliding_window
+            target,
+            shape,
+            config.num_layers,
+            len(self.needs.aux_layers),
+            config.mask_token_id,
+            config.sliding_window,
+            config.rope_parameters,
         )
         self.vocabulary = DraftVocabulary.register(self, target, config.draft_vocab_size, kept_ids)
         self.markov_head = MarkovHead(
@@ -373,6 +382,11 @@ class Head(nn.Module):
         }
 
 
+def recognises(fields: Mapping[str, Any]) -> bool:
+    """Whether config.json of an exported folder is of this method."""
+    return any("DSpark" in name for name in fields.get("architectures") or ())
+
+
 def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target: FrozenTarget) -> Config:
     """The Config behind an exported folder of either layout. Raises ValueError for what these heads cannot do."""
     layer = fields.get("transformer_layer_config", fields)
@@ -380,6 +394,7 @@ def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         raise ValueError("config.json: sample_from_anchor is missing; vLLM takes it as false, speculators as true")
     ids = fields.get("aux_hidden_state_layer_ids")
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    window, rope = layers_of_export({**layer, **fields}, target.config)
     return Config(
         aux_layers=ids if ids is not None else tuple(i + 1 for i in fields["target_layer_ids"]),
         num_layers=layer["num_hidden_layers"],
@@ -387,7 +402,8 @@ def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target
         mask_token_id=fields["mask_token_id"],
         block_size=fields["block_size"],
         sample_from_anchor=bool(fields.get("sample_from_anchor", True)),
-        sliding_window=window_of_export({**layer, **fields}, target.config),
+        sliding_window=window,
+        rope_parameters=rope,
         markov_rank=fields["markov_rank"],
         markov_type=fields.get("markov_head_type", "vanilla"),
         has_confidence="confidence_head.proj.weight" in tensors,

@@ -40,7 +40,7 @@ from draftsmith.models.parts.draft_vocabulary import DraftVocabulary, ids_of
 from draftsmith.models.parts.fused_layer import FusedLayer
 from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
-from draftsmith.models.parts.rope import Rope
+from draftsmith.models.parts.rope import Rope, rope_source
 from draftsmith.models.parts.serving_config import check_layer_fields, layer_fields
 from draftsmith.models.target import FrozenTarget
 
@@ -55,6 +55,9 @@ class Config(BaseModel, extra="forbid", frozen=True):
     num_attention_heads: int | None = Field(None, ge=1)
     num_key_value_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=2)
+    rope_parameters: dict[str, Any] | None = Field(
+        None, description="RoPE of the draft layers, as transformers writes it; default: the target's"
+    )
     draft_vocab_size: int | None = Field(None, ge=1, description="most frequent target ids that are kept; default all")
     train_lm_head: bool = Field(False, description="train an lm_head of its own; default: the target's rows, frozen")
     fc_norm: bool = Field(True, description="EAGLE-3.1: a norm per auxiliary layer before fc")
@@ -109,7 +112,9 @@ class Head(nn.Module):
             FusedLayer(self.shape, i == 0, config.norm_before_residual) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(width, eps)
-        self.rope = Rope.of_target(target.config, self.shape.head_dim, target.embedding_VH.device)
+        self.rope = Rope.of_target(
+            rope_source(config.rope_parameters, target.config), self.shape.head_dim, target.embedding_VH.device
+        )
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
                 nn.init.normal_(linear.weight, std=0.02)  # the initializer_range of Llama and of all references
@@ -340,7 +345,8 @@ class Head(nn.Module):
 
     def export_map(self) -> dict[str, Layout]:
         """What vLLM's LlamaForCausalLMEagle3 and Eagle3Qwen3ForCausalLM read; see models/export.py."""
-        layer = layer_fields(self.shape, len(self.layers), self.target.config, self.target.vocab_size)
+        config, rope = self.target.config, self.config.rope_parameters
+        layer = layer_fields(self.shape, len(self.layers), config, self.target.vocab_size, rope)
         kind = "Qwen3" if self.shape.has_qk_norm else "Llama"
         num_aux, ids = len(self.needs.aux_layers), list(self.needs.aux_layers)
         switches = {name: getattr(self.config, name) for name in _EXPORTED_SWITCHES}
@@ -385,10 +391,17 @@ class Head(nn.Module):
 _EXPORTED_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
+def recognises(fields: Mapping[str, Any]) -> bool:
+    """Whether config.json of an exported folder is of this method. A mask token makes it that of a parallel drafter."""
+    if any(fields.get(name) is not None for name in ("mask_token_id", "pard_token", "ptd_token_id")):
+        return False
+    return any("Eagle3" in name for name in fields.get("architectures") or ())
+
+
 def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target: FrozenTarget) -> Config:
     """The Config behind an exported folder of either layout. Raises ValueError for what these heads cannot do."""
     layer = fields.get("transformer_layer_config", fields)
-    check_layer_fields(layer, target.config)
+    rope = check_layer_fields(layer, target.config)
     eagle = fields.get("eagle_config") or {}
     if layer is not fields and "norm_before_residual" not in fields:
         raise ValueError("config.json: norm_before_residual is missing; vLLM takes it as true, speculators as false")
@@ -400,6 +413,7 @@ def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target
     return Config(
         aux_layers=fields.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids"),
         num_layers=layer["num_hidden_layers"],
+        rope_parameters=rope,
         layer_type=layer["model_type"],
         draft_vocab_size=tensors["d2t"].shape[0] if "d2t" in tensors else None,
         train_lm_head=head_VH.shape != rows_VH.shape or not torch.equal(head_VH, rows_VH.to(head_VH)),

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftsmith.models.card import Card, model_card
 from draftsmith.models.checkpoint import CONFIG, WEIGHTS, fill, load_head, read_head_config, read_tensors, write_folder
-from draftsmith.models.head import Context, Layout, load_method, method_of
+from draftsmith.models.head import Context, Layout, available_methods, load_method, method_of, methods_recognising
 from draftsmith.models.parts.draft_vocabulary import ids_of
 from draftsmith.models.stitch import stitch
 from draftsmith.models.target import INDEX, FrozenTarget, StoredTensors
@@ -96,14 +97,21 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
 
     Raises ValueError naming every tensor that is missing, unexpected, misshapen or not the target's own.
     """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no exported head: {CONFIG} is missing")
-    fields = json.loads(path.read_text())
+    fields = read_export_config(folder)
     tensors: Mapping[str, Tensor] = StoredTensors(folder) if (folder / INDEX).is_file() else read_tensors(folder)
     module = load_method(method)
     kept_ids = ids_of(tensors["d2t"]) if "d2t" in tensors else None
-    head: nn.Module = module.Head(module.read_export(fields, tensors, target), target, kept_ids)
+    try:
+        config = module.read_export(fields, tensors, target)
+    except KeyError as error:
+        raise ValueError(
+            f"{folder}: {CONFIG} lacks {error.args[0]}, which a head of method {method} has; is it one of another "
+            "method, or no head at all?"
+        ) from error
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, p['loc']))} {p['input']!r} ({p['msg']})" for p in error.errors())
+        raise ValueError(f"{folder}: a head of method {method} cannot have {found}") from error
+    head: nn.Module = module.Head(config, target, kept_ids)
     parts = _layout_of(head, "speculators" if "speculators_model_type" in fields else "plain")
     renamed: dict[str, Tensor] = {}
     copies = {**parts.copies, **parts.optional_copies}
@@ -124,6 +132,49 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
         raise ValueError(f"{folder}: {', '.join(absent)} are missing")
     fill(head, renamed, str(folder))
     return head.to(device)
+
+
+def find_method(folder: Path) -> str:
+    """The method of an exported folder, from its config.json. Raises ValueError when it is none's or several's."""
+    fields = read_export_config(folder)
+    found = methods_recognising(fields)
+    if len(found) == 1:
+        return found[0]
+    what = ", ".join(map(str, fields.get("architectures") or [fields.get("model_type", "unnamed")]))
+    if not found:
+        raise ValueError(
+            f"{folder} holds no draft head that is known here (its config.json is that of {what}); the methods are "
+            f"{', '.join(available_methods())}: name one if you know which it is"
+        )
+    raise ValueError(f"{folder} ({what}) may be a head of {' or of '.join(found)}; name the method")
+
+
+def read_export_config(folder: Path) -> dict[str, Any]:
+    """config.json of an exported folder, with what it leaves to the defaults of transformers' LlamaConfig filled in.
+
+    Raises ValueError when the folder holds none, or a head of ours that was never exported.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no exported head: {CONFIG} is missing")
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}); the file is damaged") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds no settings; it is not the config of a head")
+    if "format" in fields and "method" in fields:
+        raise ValueError(
+            f"{folder} holds a trained head of method {fields['method']}, not an exported one: use it as it is"
+        )
+    layer = fields.get("transformer_layer_config", fields)
+    heads = layer.get("num_attention_heads")
+    if heads and "hidden_size" in layer:
+        layer["head_dim"] = layer.get("head_dim") or layer["hidden_size"] // heads
+        layer["num_key_value_heads"] = layer.get("num_key_value_heads") or heads
+    if not layer.get("rope_parameters"):
+        layer.setdefault("rope_theta", 10_000.0)
+    return fields
 
 
 class Hub(Protocol):

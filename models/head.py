@@ -8,6 +8,7 @@ A method file defines
                     draft vocabulary (ascending target ids), where the config asks for one
     read_export(fields, tensors, target)    -> Config: the settings of an exported folder, from its config.json and
                     tensors; what serving does not know (losses, schedules) is left at its default
+    recognises(fields)      -> whether config.json of an exported folder, ours or another trainer's, is of this method
     SERVED_AS       only where vLLM knows the method by another name: the fields of its speculative config that say so
 
 `target` is a `models.target.FrozenTarget`. It is not a module: nothing of it is registered, trained or checkpointed.
@@ -15,6 +16,7 @@ A method file defines
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -157,6 +159,11 @@ def load_method(name: str) -> ModuleType:
 def served_as(method: str) -> dict[str, Any]:
     """What vLLM's speculative config says beside the model and the number of tokens."""
     return dict(getattr(load_method(method), "SERVED_AS", {"method": method}))
+
+
+def methods_recognising(fields: Mapping[str, Any]) -> list[str]:
+    """The methods that take config.json of an exported folder for theirs; at most one, if each looks closely enough."""
+    return [method for method in available_methods() if load_method(method).recognises(fields)]
 
 
 def method_of(head: object) -> str:

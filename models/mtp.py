@@ -25,6 +25,7 @@ vLLM's MiMo class captures no states: capture them from transformers, or from th
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -409,6 +410,12 @@ class Head(nn.Module):
                 changes |= {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": None}
                 zeros = _zero_biases(self.target.num_layers, self.shape)
         return {"plain": Layout(changes, names, zeros, {}, joins_target=True)}
+
+
+def recognises(fields: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a target that holds an MTP layer, as the exports of this method are."""
+    text = SimpleNamespace(**{"model_type": None, **fields.get("text_config", fields)})
+    return text.model_type in _FAMILIES and _num_own_layers(text) > 0
 
 
 def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target: FrozenTarget) -> Config:

@@ -35,7 +35,7 @@ from draftsmith.models.parts.draft_vocabulary import DraftVocabulary, ids_of
 from draftsmith.models.parts.fused_layer import FusedLayer
 from draftsmith.models.parts.layers import Angles, LayerShape, RMSNorm
 from draftsmith.models.parts.losses import LossName
-from draftsmith.models.parts.rope import Rope
+from draftsmith.models.parts.rope import Rope, rope_source
 from draftsmith.models.parts.serving_config import check_layer_fields, layer_fields
 from draftsmith.models.target import FrozenTarget
 
@@ -53,6 +53,9 @@ class Config(BaseModel, extra="forbid", frozen=True):
     num_attention_heads: int | None = Field(None, ge=1)
     num_key_value_heads: int | None = Field(None, ge=1)
     head_dim: int | None = Field(None, ge=2)
+    rope_parameters: dict[str, Any] | None = Field(
+        None, description="RoPE of the draft layers, as transformers writes it; default: the target's"
+    )
     draft_vocab_size: int | None = Field(None, ge=1, description="most frequent target ids that are kept; default all")
     mask_token_id: int | None = Field(
         None, ge=0, description="a token that no text holds; default the last id, which pads most embedding tables"
@@ -114,7 +117,9 @@ class Head(nn.Module):
             FusedLayer(self.shape, i == 0, config.norm_before_residual) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(width, eps)
-        self.rope = Rope.of_target(target.config, self.shape.head_dim, target.embedding_VH.device)
+        self.rope = Rope.of_target(
+            rope_source(config.rope_parameters, target.config), self.shape.head_dim, target.embedding_VH.device
+        )
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
                 nn.init.normal_(linear.weight, std=0.02)  # the initializer_range of Llama and of all references
@@ -325,7 +330,8 @@ class Head(nn.Module):
 
     def export_map(self) -> dict[str, Layout]:
         """What vLLM's EAGLE-3 classes read when they draft in parallel; see models/export.py."""
-        layer = layer_fields(self.shape, len(self.layers), self.target.config, self.target.vocab_size)
+        config, rope = self.target.config, self.config.rope_parameters
+        layer = layer_fields(self.shape, len(self.layers), config, self.target.vocab_size, rope)
         kind = "Qwen3" if self.shape.has_qk_norm else "Llama"
         num_aux, ids = len(self.needs.aux_layers), list(self.needs.aux_layers)
         switches = {name: getattr(self.config, name) for name in _EXPORTED_SWITCHES}
@@ -368,24 +374,32 @@ class Head(nn.Module):
         return {name: Layout(fields, same, copies, optional, rows) for name, fields in written.items()}
 
 
+_MASK_TOKEN_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks
 _EXPORTED_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm")
+
+
+def recognises(fields: Mapping[str, Any]) -> bool:
+    """Whether config.json of an exported folder is of this method: an EAGLE draft with a mask token."""
+    is_parallel = any(fields.get(name) is not None for name in _MASK_TOKEN_FIELDS)
+    return is_parallel and any("eagle" in name.lower() for name in fields.get("architectures") or ())
 
 
 def read_export(fields: Mapping[str, Any], tensors: Mapping[str, Tensor], target: FrozenTarget) -> Config:
     """The Config behind an exported folder of either layout. Raises ValueError for what these heads cannot do."""
     layer = fields.get("transformer_layer_config", fields)
-    check_layer_fields(layer, target.config)
+    rope = check_layer_fields(layer, target.config)
     eagle = fields.get("eagle_config") or {}
-    names = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks
-    mask_token_id = next((fields[name] for name in names if fields.get(name) is not None), None)
+    mask_token_id = next((fields[name] for name in _MASK_TOKEN_FIELDS if fields.get(name) is not None), None)
     if mask_token_id is None:
-        raise ValueError(f"config.json: none of {', '.join(names)} is given; a parallel drafter needs its mask token")
+        needed = ", ".join(_MASK_TOKEN_FIELDS)
+        raise ValueError(f"config.json: none of {needed} is given; a parallel drafter needs its mask token")
     rows_VH = target.head_VH[ids_of(tensors["d2t"])] if "d2t" in tensors else target.head_VH
     head_VH = tensors.get("lm_head.weight", rows_VH)
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return Config(
         aux_layers=fields.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids"),
         num_layers=layer["num_hidden_layers"],
+        rope_parameters=rope,
         layer_type=layer["model_type"],
         draft_vocab_size=tensors["d2t"].shape[0] if "d2t" in tensors else None,
         mask_token_id=mask_token_id,

@@ -114,28 +114,57 @@ def softcap(logits: Tensor, cap: float | None) -> Tensor:
 
 
 def _final_norm(config: Any, weight_H: Tensor) -> nn.Module:
-    """The target's own norm class, found in its transformers modelling file, with the checkpoint's weight."""
+    """The target's own norm class, found in its transformers modelling file, with the checkpoint's weight.
+
+    Where the target scales its logits (Cohere, Granite), the norm scales its output: the two are the same.
+    """
     import transformers
 
     module_name = type(config).__module__.replace("configuration_", "modeling_")
     modelling = __import__(module_name, fromlist=["_"]) if module_name.startswith("transformers.") else transformers
-    candidates = [
-        value for name, value in vars(modelling).items() if name.endswith("RMSNorm") and isinstance(value, type)
-    ]
-    model_prefix = type(config).__name__.removesuffix("Config").removesuffix("Text")
-    norm_class = next(
-        (c for c in candidates if c.__name__ == f"{model_prefix}RMSNorm"), candidates[0] if candidates else None
-    )
-    if norm_class is None:
-        raise ValueError(f"target {config.model_type!r}: no RMSNorm class found in {module_name}")
-    norm: nn.Module = norm_class(weight_H.shape[0], eps=config.rms_norm_eps)
+    classes = {name: value for name, value in vars(modelling).items() if isinstance(value, type)}
+    prefix = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    others = [name for suffix in ("RMSNorm", "LayerNorm") for name in classes if name.endswith(suffix)]
+    name = next((name for name in (f"{prefix}RMSNorm", f"{prefix}LayerNorm", *others) if name in classes), None)
+    if name is None:
+        raise ValueError(f"target {config.model_type!r}: no RMSNorm and no LayerNorm class found in {module_name}")
+    norm: nn.Module = classes[name](weight_H.shape[0], eps=norm_eps(config))
     norm.load_state_dict({"weight": weight_H})
-    return norm.requires_grad_(False)
+    scale = _logit_scale(config)
+    return (norm if scale == 1.0 else _ScaledNorm(norm, scale)).requires_grad_(False)
+
+
+class _ScaledNorm(nn.Module):
+    def __init__(self, norm: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.norm, self.scale = norm, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.norm(x) * self.scale
+        return scaled
+
+
+def norm_eps(config: Any) -> float:
+    """The epsilon of a target's norms, whichever of their two names it has."""
+    return float(getattr(config, "rms_norm_eps", None) or config.layer_norm_eps)
+
+
+def _logit_scale(config: Any) -> float:
+    """What the target multiplies its logits by; HyperCLOVA X multiplies by the field that Granite divides by."""
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling:
+        return float(scaling) if str(config.model_type).startswith("hyperclovax") else 1.0 / float(scaling)
+    return float(getattr(config, "logit_scale", None) or 1.0)
 
 
 def _embedding_scale(config: Any) -> float:
-    """Gemma multiplies its embeddings by sqrt(H); others by 1. Stated per family, since no config field says it."""
-    return float(config.hidden_size) ** 0.5 if str(config.model_type).startswith("gemma") else 1.0
+    """What the target multiplies its embeddings by.
+
+    Gemma: sqrt(H), stated per family since no config field says it; Granite and others name it; most have none.
+    """
+    if str(config.model_type).startswith("gemma"):
+        return float(config.hidden_size) ** 0.5
+    return float(getattr(config, "embedding_multiplier", None) or 1.0)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:

@@ -131,6 +131,26 @@ def export(
         typer.echo(f"uploaded to {push_to_hub(folder, push, is_private=not is_public)}")
 
 
+@app.command("import")
+def import_(
+    folder: Annotated[Path, typer.Argument(help="an exported folder: ours, or one that another trainer published")],
+    into: Annotated[Path, typer.Option(metavar="HEAD_FOLDER", help="the new folder that the head is written to")],
+    target: Annotated[str, typer.Option(metavar="ID_OR_FOLDER", help="the target of the head, as in target.model")],
+    method: Annotated[str | None, typer.Option(metavar="NAME", help="default: found from its config.json")] = None,
+) -> None:
+    """Read an exported head back into one that can be trained further or measured (`train.start_from`)."""
+    import yaml
+
+    from draftsmith.recipes.imports import import_folder
+
+    found = import_folder(folder, into, target, method)
+    typer.echo(f"imported a {found.method} head of {found.num_parameters:,} parameters into {into}")
+    if found.note:
+        typer.echo(f"note: {found.note}")
+    section = {"model": {"method": found.method, **found.settings}, "train": {"start_from": str(into)}}
+    typer.echo(f"to use it in a recipe:\n\n{yaml.safe_dump(section, sort_keys=False)}")
+
+
 @states_app.command("build")
 def build(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Check parity and build the cache of a recipe's rows."""

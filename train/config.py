@@ -1,5 +1,6 @@
 """TrainConfig: the `train` section of a recipe. It imports no torch, so that a recipe is checked in an instant."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
@@ -9,7 +10,9 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
     """How a head is trained, and how long: the first reached of `epochs`, `max_steps` and `max_minutes` ends it."""
 
     epochs: int | None = Field(default=None, ge=1, description="Passes over the rows.")
-    max_steps: int | None = Field(default=None, ge=1, description="Optimizer steps.")
+    max_steps: int | None = Field(
+        default=None, ge=0, description="Optimizer steps; 0: measure the head of start_from as it is."
+    )
     max_minutes: float | None = Field(
         default=None,
         gt=0,
@@ -18,6 +21,7 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
         "A budget makes a run depend on the machine's speed: it is not reproducible bit for bit.",
     )
 
+    start_from: Path | None = Field(default=None, description="A head folder, trained or imported, to begin from.")
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
         description="muon: matrices by Muon (match_rms_adamw), embeddings, lm_head and vectors by AdamW.",
@@ -64,6 +68,8 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
+        if self.max_steps == 0 and self.start_from is None:
+            raise ValueError("train.max_steps is 0 and train.start_from is unset: there would be no head; give one")
         if self.epochs is None and self.max_steps is None and self.max_minutes is None:
             raise ValueError(
                 "train.epochs, train.max_steps and train.max_minutes are all unset; give at least one of them"

@@ -24,7 +24,7 @@ from draftsmith.models.ops.block_attention import block_attention, plan_tiles
 from draftsmith.models.parts.anchor_blocks import Blocks
 from draftsmith.models.parts.draft_cache import DraftCache
 from draftsmith.models.parts.layers import Angles, LayerShape, Projections, RMSNorm, SwiGLU
-from draftsmith.models.parts.rope import Rope, rotate
+from draftsmith.models.parts.rope import Rope, rope_source, rotate
 from draftsmith.models.parts.serving_config import check_layer_fields, layer_fields
 from draftsmith.models.target import FrozenTarget
 
@@ -63,9 +63,10 @@ class BlockBackbone(nn.Module):
         num_aux: int,
         mask_token_id: int | None,
         window: int | None,
+        rope: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.target, self.window = shape, target, window
+        self.shape, self.target, self.window, self.own_rope = shape, target, window, rope
         self.mask_token_id = _default_mask(target.config) if mask_token_id is None else mask_token_id
         if not 0 <= self.mask_token_id < target.embedding_VH.shape[0]:
             last = target.embedding_VH.shape[0] - 1
@@ -74,7 +75,7 @@ class BlockBackbone(nn.Module):
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(num_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.rope = Rope.of_target(target.config, shape.head_dim, target.embedding_VH.device)
+        self.rope = Rope.of_target(rope_source(rope, target.config), shape.head_dim, target.embedding_VH.device)
         for linear in self.modules():
             if isinstance(linear, nn.Linear):
                 nn.init.normal_(linear.weight, std=0.02)  # the initializer_range of Qwen3 and of all references
@@ -158,24 +159,26 @@ class BlockBackbone(nn.Module):
 
     def serving_fields(self) -> dict[str, Any]:
         """The layers' fields of config.json. `is_causal` is vLLM's first word on blocks, before any other field."""
-        fields = layer_fields(self.shape, len(self.layers), self.target.config, self.target.vocab_size)
+        config, vocab_size = self.target.config, self.target.vocab_size
+        fields = layer_fields(self.shape, len(self.layers), config, vocab_size, self.own_rope)
         if self.window is not None:
             sliding = ["sliding_attention"] * len(self.layers)
             fields |= {"layer_types": sliding, "sliding_window": self.window, "use_sliding_window": True}
         return fields | {"is_causal": False}
 
 
-def window_of_export(fields: Mapping[str, Any], target_config: Any) -> int | None:
-    """Check the layers' fields of an exported folder, ours or another trainer's; its window, None for full attention.
+def layers_of_export(fields: Mapping[str, Any], target_config: Any) -> tuple[int | None, dict[str, Any] | None]:
+    """Check the layers' fields of an exported folder, ours or another trainer's: its window and its RoPE.
 
-    `fields` are those of the layers joined with those of the method. Raises ValueError for what blocks here are not.
+    None is full attention, and the RoPE of the target. `fields` are those of the layers joined with those of the
+    method. Raises ValueError for what blocks here are not.
     """
     kinds = set(fields.get("layer_types") or ("full_attention",))
     if len(kinds) > 1:
         raise ValueError(f"config.json: layer_types mixes {' and '.join(sorted(kinds))}; give all layers the same")
-    check_layer_fields({**fields, "layer_types": None}, target_config)
+    rope = check_layer_fields({**fields, "layer_types": None}, target_config)
     if kinds == {"full_attention"}:
-        return None
+        return None, rope
     nested = fields.get("dflash_config") or {}
     is_causal = fields.get("is_causal", nested.get("causal", not fields.get("sliding_window_non_causal", False)))
     if is_causal:
@@ -183,7 +186,7 @@ def window_of_export(fields: Mapping[str, Any], target_config: Any) -> int | Non
             "config.json: the sliding layers are causal inside a block; blocks here see themselves in both directions. "
             "If the head was trained so, set is_causal to false in config.json"
         )
-    return int(nested.get("swa_window_size") or fields["sliding_window"])
+    return int(nested.get("swa_window_size") or fields["sliding_window"]), rope
 
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:

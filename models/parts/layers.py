@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.models.ops.elementwise import rms_norm, swiglu
 from draftsmith.models.parts.rope import rotate
+from draftsmith.models.target import norm_eps
 
 Angles = tuple[Tensor, Tensor]
 
@@ -41,7 +42,7 @@ class LayerShape:
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         }
         sizes |= {name: value for name, value in overrides.items() if value is not None}
-        return cls(hidden_size=config.hidden_size, norm_eps=config.rms_norm_eps, has_qk_norm=has_qk_norm, **sizes)  # type: ignore[arg-type]
+        return cls(hidden_size=config.hidden_size, norm_eps=norm_eps(config), has_qk_norm=has_qk_norm, **sizes)  # type: ignore[arg-type]
 
 
 class RMSNorm(nn.Module):
@@ -62,6 +63,10 @@ class SwiGLU(nn.Module):
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
+        if not shape.intermediate_size:
+            raise ValueError(
+                "model.intermediate_size is unset and the target, a mixture of experts, has no such size; give one"
+            )
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)

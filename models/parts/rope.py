@@ -3,10 +3,13 @@
 R rows, h heads, d head width, r rotated width (r < d for partial rotary targets)
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_MULTIMODAL = ("mrope_section", "mrope_interleaved")
 
 
 class Rope:
@@ -46,6 +49,19 @@ class Rope:
         return angles.cos() * self.scaling, angles.sin() * self.scaling
 
 
+class RopeSettings:
+    """As much of a transformers config as `Rope.of_target` reads: for drafts with a RoPE of their own."""
+
+    def __init__(self, parameters: Mapping[str, Any], max_position_embeddings: int) -> None:
+        self.rope_parameters = dict(parameters)
+        self.max_position_embeddings = max_position_embeddings
+
+
+def rope_source(own: Mapping[str, Any] | None, target_config: Any) -> Any:
+    """What a draft's frequencies come from: its own settings, or the config of its target."""
+    return target_config if own is None else RopeSettings(own, int(target_config.max_position_embeddings))
+
+
 def rotate(x_RhD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate the first r of d channels (the halves layout of Llama and Qwen), in fp32, returned in x's dtype."""
     cos_Rr, sin_Rr = (angle[..., None, :] for angle in angles)
@@ -56,11 +72,17 @@ def rotate(x_RhD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:
-    """One flat dict of RoPE settings; of targets with a set per layer type, that of the full-attention layers."""
+    """One flat dict of RoPE settings; of targets with a set per layer type, that of the full-attention layers.
+
+    The sections of a multimodal RoPE are left out: on text, where all its positions are equal, it is the plain one, and
+    servers draft with the position of the text.
+    """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     nested = [value for value in parameters.values() if isinstance(value, dict) and "rope_theta" in value]
     if nested:
         parameters = dict(parameters.get("full_attention") or nested[0])
-    parameters.setdefault("rope_type", "default")
+    parameters = {name: value for name, value in parameters.items() if name not in _MULTIMODAL}
+    if parameters.get("rope_type") in (None, "mrope"):
+        parameters["rope_type"] = "default"
     parameters.setdefault("rope_theta", float(getattr(config, "rope_theta", None) or 10_000.0))
     return parameters

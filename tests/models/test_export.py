@@ -134,8 +134,11 @@ def test_gemma_targets_bring_their_scaled_embeddings(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"norm_before_residual": None}, "norm_before_residual is missing"),
-        ({"transformer_layer_config": {"rope_theta": 77.0}}, "rope_theta with rope_scaling gives other frequencies"),
-        ({"transformer_layer_config": {"rope_parameters": LLAMA3}}, "rope_parameters gives other frequencies"),
+        ({"transformer_layer_config": {"rope_theta": 77.0}}, "rope_theta with rope_scaling give other frequencies"),
+        (
+            {"transformer_layer_config": {"rope_parameters": LLAMA3}},
+            "rope_parameters and rope_theta with rope_scaling give",
+        ),
         ({"transformer_layer_config": {"attention_bias": True}}, "attention_bias is true"),
         ({"transformer_layer_config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu'"),
         ({"transformer_layer_config": {"rms_norm_eps": 0.1}}, r"rms_norm_eps is 0\.1, the target's is"),
