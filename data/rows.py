@@ -54,7 +54,7 @@ class Conversation(BaseModel, frozen=True):
     provenance: dict[str, Any]
 
 
-class RowsConfig(BaseModel, extra="forbid", frozen=True):
+class RowsConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How responses become rows."""
 
     max_row_tokens: int = Field(2048, ge=8, description="longer rows are cut on the right; without an answer: dropped")

@@ -145,6 +145,30 @@ def stop_token_ids(target: ResolvedTarget) -> tuple[int, ...]:
     return () if found is None else (int(found),)
 
 
+def room_for_prompts(target: ResolvedTarget, max_new_tokens: int, section: str) -> int:
+    """Tokens that the target's context leaves for a prompt beside a full answer of `section`.max_new_tokens."""
+    context = _text_settings(target).get("max_position_embeddings")
+    if context is None:
+        return 2**31
+    if max_new_tokens >= context:
+        raise ValueError(
+            f"{section}.max_new_tokens is {max_new_tokens}, but {target.name} has a context of {context} tokens; "
+            "lower it so that prompts have room"
+        )
+    return int(context) - max_new_tokens
+
+
+def vocabulary_size(target: ResolvedTarget) -> int:
+    """Ids that the target has an embedding for; its tokenizer may give more, when tokens were added to that alone."""
+    size = _text_settings(target).get("vocab_size")
+    return 2**31 if size is None else int(size)
+
+
+def _text_settings(target: ResolvedTarget) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((target.path / "config.json").read_text())
+    return dict(settings.get("text_config", settings))
+
+
 def _locate(config: TargetConfig, cache: Path) -> Path:
     if config.model in BUILT_IN:
         return _built_in(config.model, cache)
@@ -252,12 +276,21 @@ def _weights_fingerprint(folder: Path, cache: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     stamp = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
     kept = cache / "fingerprints" / f"{fingerprint(stamp)}.json"
-    digest = json.loads(kept.read_text()).get("files_sha256") if kept.is_file() else None
+    digest = _kept_digest(kept)
     if digest is None:
         digest = fingerprint([[path.name, _sha256(path)] for path in files])
         write_atomically(kept, json.dumps({"files_sha256": digest, "stamp": stamp}))
     settings = json.loads((folder / "config.json").read_text())
     return fingerprint([digest, {name: value for name, value in settings.items() if name not in _INERT_CONFIG_FIELDS}])
+
+
+def _kept_digest(kept: Path) -> str | None:
+    """None where nothing readable is kept: it is computed again."""
+    try:
+        found: str = json.loads(kept.read_text())["files_sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
 
 
 def _files_fingerprint(folder: Path, names: tuple[str, ...]) -> str:

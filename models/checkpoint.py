@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from draftsmith.data.artefact import read_json
 from draftsmith.models.head import load_method, method_of
 from draftsmith.models.parts.draft_vocabulary import ids_of
 from draftsmith.models.target import FrozenTarget
@@ -65,7 +66,7 @@ def read_head_config(folder: Path) -> HeadConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no head: {CONFIG} is missing")
-    found = json.loads(path.read_text())
+    found = read_json(path, "The head is damaged.")
     if found.get("format") != _FORMAT or "method" not in found:
         raise ValueError(
             f"{path} is not the config of a draftsmith head (format {found.get('format')!r}, expected {_FORMAT}); "

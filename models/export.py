@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from draftsmith.data.artefact import read_json
 from draftsmith.models.card import Card, model_card
 from draftsmith.models.checkpoint import CONFIG, WEIGHTS, fill, load_head, read_head_config, read_tensors, write_folder
 from draftsmith.models.head import Context, Layout, load_method, method_of
@@ -99,7 +100,7 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no exported head: {CONFIG} is missing")
-    fields = json.loads(path.read_text())
+    fields = read_json(path, "The export is damaged.")
     tensors: Mapping[str, Tensor] = StoredTensors(folder) if (folder / INDEX).is_file() else read_tensors(folder)
     module = load_method(method)
     kept_ids = ids_of(tensors["d2t"]) if "d2t" in tensors else None
