@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from draftsmith.data.artefact import fingerprint, sync_to_disk, write_atomically
+from draftsmith.data.artefact import fingerprint, read_json, sync_to_disk, write_atomically
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None) -> Resol
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ValueError(f"target.model is {config.model!r}: {folder} has no {name}")
+    _refuse_damage(folder)
     return ResolvedTarget(
         name=config.model,
         path=folder,
@@ -106,6 +107,22 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None) -> Resol
     )
 
 
+def _refuse_damage(folder: Path) -> None:
+    """Raise ValueError naming a file of the target that is torn: cheap, since only headers are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        path = folder / name
+        if path.is_file() and not isinstance(read_json(path, "Fetch the target again."), dict):
+            raise ValueError(f"{path} holds no JSON object. Fetch the target again.")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged ({error}). Fetch the target again.") from error
+
+
 def default_cache_dir() -> Path:
     """$DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
@@ -115,7 +132,14 @@ def load_tokenizer(target: ResolvedTarget) -> Any:
     """The target's own tokenizer."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(target.path, local_files_only=True, trust_remote_code=target.trust_remote_code)
+    trust = target.trust_remote_code
+    try:
+        return AutoTokenizer.from_pretrained(target.path, local_files_only=True, trust_remote_code=trust)
+    except Exception as error:  # transformers and tokenizers raise many types; each means that there is none to be had
+        raise ValueError(
+            f"target.model is {target.name!r}: its tokenizer cannot be loaded from {target.path} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def load_model(target: ResolvedTarget, device: str = "cpu", dtype: str | None = None) -> Any:
@@ -123,12 +147,19 @@ def load_model(target: ResolvedTarget, device: str = "cpu", dtype: str | None = 
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
+    model, loading = AutoModelForCausalLM.from_pretrained(
         target.path,
         dtype=getattr(torch, dtype or target.dtype),
         local_files_only=True,
         trust_remote_code=target.trust_remote_code,
+        output_loading_info=True,
     )
+    lost = sorted(loading["missing_keys"])
+    if lost:  # transformers leaves them random, and only warns
+        raise ValueError(
+            f"target.model is {target.name!r}: {target.path} lacks {len(lost)} tensors of the model, such as "
+            f"{lost[0]}; fetch the target again"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 

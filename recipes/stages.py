@@ -312,8 +312,9 @@ def export_stage(run: Run) -> None:
     trained = read_artefact(run.folder / "train", "train")
     key = {"config": run.recipe.export.model_dump(mode="json"), "head": trained.fingerprint}
     artefact = Artefact.open(run.folder / "export", "export", key)
-    if artefact.is_done:
+    if artefact.is_done and (run.folder / "export" / "model" / "config.json").is_file():
         return
+    (run.folder / "export" / "card.json").unlink(missing_ok=True)  # the card to come has no figures yet
     report = _export(run, [])
     artefact.finish({"tensors": report.num_tensors, "bytes": report.num_bytes, "rounding_tv": report.rounding_tv})
 

@@ -312,3 +312,12 @@ def test_a_device_that_this_machine_lacks_is_refused_before_any_stage(setting: s
     with pytest.raises(ValueError, match=rf"{setting} is 'nothing'.*write auto, cpu"):
         run_stages(load_recipe(recipe_file, [f"{setting}=nothing"]))
     assert not (recipe_file.parent / "run" / "prompts").exists()
+
+
+def test_a_lost_export_is_written_again(copied: Path) -> None:
+    model = copied.parent / "run" / "export" / "model"
+    weights = (model / "model.safetensors").read_bytes()
+    shutil.rmtree(model)
+    run_stages(load_recipe(copied))
+    assert (model / "model.safetensors").read_bytes() == weights
+    assert "Not measured" not in (model / "README.md").read_text()
