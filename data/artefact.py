@@ -83,7 +83,7 @@ class Artefact:
                     f"Use another output_dir, or delete {folder} to build it anew."
                 )
             return cls(folder, found)
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and any(not _is_unborn_manifest(file) for file in folder.iterdir()):
             raise ValueError(
                 f"{folder} exists, has no {MANIFEST} and is not empty. Use another output_dir or empty it."
             )
@@ -149,12 +149,30 @@ def software_versions() -> dict[str, str]:
     return found
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_json(path: Path, fix: str) -> Any:
+    """A JSON file that a stage wrote. Raises ValueError naming the file and the fix when it is damaged."""
     try:
-        manifest = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not readable JSON ({error}). Delete {path.parent} to build it anew.") from error
-    if not isinstance(manifest, dict) or "stage" not in manifest or "state" not in manifest:
+        return json.loads(path.read_text())
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise ValueError(f"{path} is not readable JSON ({error}). {fix}") from error
+
+
+def is_done(folder: Path) -> bool:
+    """Whether a stage in `folder` has finished. Raises ValueError when its manifest is damaged."""
+    path = folder / MANIFEST
+    return path.is_file() and bool(_read_manifest(path)["state"] == "done")
+
+
+def _is_unborn_manifest(file: Path) -> bool:
+    """A kill during the very first write of a stage leaves nothing but this."""
+    return file.name.startswith(f".{MANIFEST}.") and file.name.endswith(".tmp")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = read_json(path, f"Delete {path.parent} to build it anew.")
+    fields = {"stage", "state", "key"}
+    is_whole = isinstance(manifest, dict) and fields <= manifest.keys() and isinstance(manifest["key"], dict)
+    if not is_whole or (manifest["state"] == "done" and not isinstance(manifest.get("result"), dict)):
         raise ValueError(f"{path} is not a draftsmith manifest. Delete {path.parent} to build it anew.")
     return manifest
 

@@ -48,8 +48,8 @@ def prompt_ids(
     if tokenizer.chat_template is None:
         raise ValueError("the target's tokenizer has no chat template; give the target one (chat_template.jinja)")
     check_template_args(template_args or {})
-    served = [_as_served(message) for message in messages]
     try:
+        served = [_as_served(message) for message in messages]
         rendered = tokenizer.apply_chat_template(
             served,
             tools=[dict(tool) for tool in tools] if tools else None,
@@ -58,6 +58,8 @@ def prompt_ids(
             return_dict=True,
             **(template_args or {}),
         )
+    except TemplateRefusal:
+        raise
     except Exception as error:  # Jinja raises whatever the template raises; each means that it refuses the messages
         raise TemplateRefusal(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
     ids = rendered["input_ids"]

@@ -29,7 +29,7 @@ _SHAREGPT_ROLES = {
 }
 
 
-class PromptSource(BaseModel, extra="forbid", frozen=True):
+class PromptSource(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """One source; exactly one of `shipped`, `jsonl` and `dataset`."""
 
     shipped: bool = Field(False, description="the prompts that come with draftsmith")
@@ -130,6 +130,9 @@ def normalise(
         raise ValueError("it holds no turn to answer")
     if messages[-1]["role"] == "user" and not messages[-1]["content"]:
         raise ValueError("its last user turn is empty")
+    calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    if not all(isinstance(call, list) for call in calls):
+        raise ValueError("the tool_calls of a message are not a list")
     identity = raw.get("id")
     prompt: Prompt = {"id": str(identity if identity is not None else fingerprint(messages + followups))}
     prompt |= {"source": str(raw.get("source") or source), "messages": messages}
@@ -140,6 +143,10 @@ def normalise(
         prompt["tools"] = tools
     if raw.get("conversation_id") is not None:
         prompt["conversation_id"] = str(raw["conversation_id"])
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair; no tokenizer reads it
+        raise ValueError(f"it holds half of a surrogate pair ({error})") from error
     return prompt
 
 
@@ -201,8 +208,8 @@ def _messages(raw: dict[str, Any]) -> list[Any]:
 
 
 def _from_sharegpt(message: Any) -> dict[str, Any]:
-    if not isinstance(message, dict) or "from" not in message or "value" not in message:
-        raise ValueError("a ShareGPT message needs `from` and `value`")
+    if not isinstance(message, dict) or not isinstance(message.get("from"), str) or "value" not in message:
+        raise ValueError("a ShareGPT message needs `from`, a role's name, and `value`")
     return {"role": _SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"]}
 
 

@@ -22,7 +22,7 @@ from draftsmith.data.duplicates import LikenessIndex, conversation_keys, sketch_
 from draftsmith.data.prompt_sources import Prompt, PromptSource, read_source
 
 
-class PromptsConfig(BaseModel, extra="forbid", frozen=True):
+class PromptsConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Where prompts come from and how they are cleaned and split."""
 
     sources: tuple[PromptSource, ...] = Field(min_length=1)
@@ -100,10 +100,15 @@ def build_prompts(config: PromptsConfig, folder: Path) -> Artefact:
     return artefact
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a finished stage's file."""
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+def read_prompts(path: Path, sha256: str | None = None) -> list[Prompt]:
+    """The prompts of a finished stage's file. Raises ValueError when it is missing, or not what the stage wrote."""
+    fix = f"delete {path.parent} and run the prompts stage again"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though its stage is finished; {fix}")
+    content = path.read_bytes()
+    if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+        raise ValueError(f"{path} has changed since it was written (sha256 differs); {fix}")
+    return [json.loads(line) for line in content.split(b"\n") if line]
 
 
 def _prepare(config: PromptsConfig, left_out: _LeftOut) -> tuple[list[Prompt], list[Prompt]]:

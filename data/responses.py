@@ -8,7 +8,6 @@ anew. A rerun skips what is finished and asks for the rest.
 
 import asyncio
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,14 +28,21 @@ from draftsmith.data.progress import Progress
 from draftsmith.data.progress import progress as show_progress
 from draftsmith.data.prompt_sources import Prompt
 from draftsmith.data.prompts import read_prompts
-from draftsmith.data.target import ResolvedTarget, load_model, load_tokenizer, stop_token_ids
+from draftsmith.data.target import (
+    ResolvedTarget,
+    load_model,
+    load_tokenizer,
+    room_for_prompts,
+    stop_token_ids,
+    vocabulary_size,
+)
 
 _SPLITS = ("train", "eval")
 _CHUNK = 4096  # conversations rendered at a time: bounds the memory that their ids take
 _SEED_STRIDE = 1_000_003  # as in generate.py: runs with neighbouring seeds share no prompt's draws
 
 
-class ResponsesConfig(BaseModel, extra="forbid", frozen=True):
+class ResponsesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How the target answers."""
 
     engine: Literal["transformers", "vllm"] = Field("transformers", description="transformers: in this process")
@@ -46,7 +52,7 @@ class ResponsesConfig(BaseModel, extra="forbid", frozen=True):
     temperature: float = Field(0.0, ge=0, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="the most likely tokens that reach this probability; 1 = all")
     top_k: int = Field(0, ge=0, description="the most likely tokens; 0 = all")
-    seed: int = Field(0, ge=0, description="of the samples; each prompt's draws follow from it and the prompt's id")
+    seed: int = Field(0, ge=0, lt=2**32, description="of the samples; a prompt's draws follow from it and the id")
     chat_template_args: dict[str, Any] = Field(default_factory=dict, description="e.g. enable_thinking: false")
     batch_size: int = Field(48, ge=1, description="transformers: sequences at once")
     concurrency: int = Field(64, ge=1, description="vllm: requests in flight, over all endpoints")
@@ -97,7 +103,11 @@ def generate_responses(
         return artefact
     try:
         run = _Run(config, target, folder, tuple(endpoints) or config.endpoints, progress)
-        result = {split: run.split(split, read_prompts(prompts_folder / f"{split}.jsonl")) for split in _SPLITS}
+        asked = {
+            split: read_prompts(prompts_folder / f"{split}.jsonl", prompts.result.get(f"{split}_sha256"))
+            for split in _SPLITS
+        }
+        result = {split: run.split(split, asked[split]) for split in _SPLITS}
         if not result["train"]["answered"]:
             raise ValueError(f"responses: the target answered no training prompt: {result['train']}")
     except (RuntimeError, ValueError):
@@ -145,7 +155,9 @@ class _Run:
             )
         self.tokenizer = load_tokenizer(target)
         self.stop_ids = stop_token_ids(target)
-        self.max_prompt_tokens = min(config.max_prompt_tokens, _room_for_prompts(target, config.max_new_tokens))
+        room = room_for_prompts(target, config.max_new_tokens, "responses")
+        self.max_prompt_tokens = min(config.max_prompt_tokens, room)
+        self.vocab_size = vocabulary_size(target)
         self._model: Any = None
         self.provenance: dict[str, Any] = {
             "model": target.name,
@@ -200,6 +212,12 @@ class _Run:
             conversation.ids = prompt_ids(self.tokenizer, conversation.messages, tools, template_args)
         except TemplateRefusal:
             return "refused_by_template"
+        if max(conversation.ids, default=0) >= self.vocab_size:
+            raise ValueError(
+                f"target.model is {self.target.name!r}: its tokenizer gives the id {max(conversation.ids)} in prompt "
+                f"{conversation.prompt['id']!r}, but by its config.json the model knows {self.vocab_size} ids; "
+                "resize its embeddings (resize_token_embeddings), or remove the added tokens from the tokenizer"
+            )
         return "prompt_too_long" if len(conversation.ids) > self.max_prompt_tokens else ""
 
     def _takes(self, conversation: _Conversation, token_ids: Sequence[int], reason: str) -> bool:
@@ -351,20 +369,6 @@ def _summary(path: Path) -> dict[str, Any]:
         "ended_early": dict(sorted(ended_early.items())),
         "content": fingerprint(sorted(digests)),
     }
-
-
-def _room_for_prompts(target: ResolvedTarget, max_new_tokens: int) -> int:
-    """Tokens that the target's context leaves for a prompt beside a full answer."""
-    settings = json.loads((target.path / "config.json").read_text())
-    context = settings.get("text_config", settings).get("max_position_embeddings")
-    if context is None:
-        return 2**31
-    if max_new_tokens >= context:
-        raise ValueError(
-            f"responses.max_new_tokens is {max_new_tokens}, but {target.name} has a context of {context} tokens; "
-            "lower it so that prompts have room"
-        )
-    return int(context) - max_new_tokens
 
 
 def _device() -> str:

@@ -54,7 +54,7 @@ class Conversation(BaseModel, frozen=True):
     provenance: dict[str, Any]
 
 
-class RowsConfig(BaseModel, extra="forbid", frozen=True):
+class RowsConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How responses become rows."""
 
     max_row_tokens: int = Field(2048, ge=8, description="longer rows are cut on the right; without an answer: dropped")
@@ -128,11 +128,20 @@ def build_rows(config: RowsConfig, responses_folder: Path, folder: Path) -> Arte
 
 
 def load_rows(folder: Path, split: Split) -> Rows:
-    """The rows of a finished rows stage."""
+    """The rows of a finished rows stage. Raises ValueError when the file is missing, torn, or lacks rows."""
     from datasets import Dataset
 
-    read_artefact(folder, "rows")
-    return Rows(Dataset.from_file(str(_arrow_file(folder, split))))
+    result = read_artefact(folder, "rows").result
+    path = _arrow_file(folder, split)
+    fix = f"delete {folder} and run the rows stage again"
+    try:
+        rows = Rows(Dataset.from_file(str(path)))
+    except (ValueError, OSError) as error:  # Arrow's own errors are one or the other
+        raise ValueError(f"{path} cannot be read ({error}); {fix}") from error
+    written = result.get(split, {}).get("rows", len(rows))
+    if len(rows) != written:  # Arrow takes a file that ends between two blocks for a whole one
+        raise ValueError(f"{path} holds {len(rows)} rows, {written} were written; {fix}")
+    return rows
 
 
 def rows_of_conversation(conversation: Conversation) -> list[Row]:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from draftsmith.data.artefact import fingerprint, sync_to_disk, write_atomically
+from draftsmith.data.artefact import fingerprint, read_json, sync_to_disk, write_atomically
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None) -> Resol
     for name in ("config.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise ValueError(f"target.model is {config.model!r}: {folder} has no {name}")
+    _refuse_damage(folder)
     return ResolvedTarget(
         name=config.model,
         path=folder,
@@ -106,6 +107,22 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None) -> Resol
     )
 
 
+def _refuse_damage(folder: Path) -> None:
+    """Raise ValueError naming a file of the target that is torn: cheap, since only headers are read."""
+    from safetensors import SafetensorError, safe_open
+
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        path = folder / name
+        if path.is_file() and not isinstance(read_json(path, "Fetch the target again."), dict):
+            raise ValueError(f"{path} holds no JSON object. Fetch the target again.")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is damaged ({error}). Fetch the target again.") from error
+
+
 def default_cache_dir() -> Path:
     """$DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
@@ -115,7 +132,14 @@ def load_tokenizer(target: ResolvedTarget) -> Any:
     """The target's own tokenizer."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(target.path, local_files_only=True, trust_remote_code=target.trust_remote_code)
+    trust = target.trust_remote_code
+    try:
+        return AutoTokenizer.from_pretrained(target.path, local_files_only=True, trust_remote_code=trust)
+    except Exception as error:  # transformers and tokenizers raise many types; each means that there is none to be had
+        raise ValueError(
+            f"target.model is {target.name!r}: its tokenizer cannot be loaded from {target.path} "
+            f"({type(error).__name__}: {error})"
+        ) from error
 
 
 def load_model(target: ResolvedTarget, device: str = "cpu", dtype: str | None = None) -> Any:
@@ -130,7 +154,15 @@ def load_model(target: ResolvedTarget, device: str = "cpu", dtype: str | None = 
     # Some multimodal targets (Kimi K2.5, MiniMax M3) have no class for their text part alone.
     is_causal = is_own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     loader = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
-    model = loader.from_pretrained(target.path, dtype=getattr(torch, dtype or target.dtype), **options)
+    model, loading = loader.from_pretrained(
+        target.path, dtype=getattr(torch, dtype or target.dtype), output_loading_info=True, **options
+    )
+    lost = sorted(loading["missing_keys"])
+    if lost:  # transformers leaves them random, and only warns
+        raise ValueError(
+            f"target.model is {target.name!r}: {target.path} lacks {len(lost)} tensors of the model, such as "
+            f"{lost[0]}; fetch the target again"
+        )
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -145,6 +177,30 @@ def stop_token_ids(target: ResolvedTarget) -> tuple[int, ...]:
                 return tuple(found) if isinstance(found, list) else (int(found),)
     found = load_tokenizer(target).eos_token_id
     return () if found is None else (int(found),)
+
+
+def room_for_prompts(target: ResolvedTarget, max_new_tokens: int, section: str) -> int:
+    """Tokens that the target's context leaves for a prompt beside a full answer of `section`.max_new_tokens."""
+    context = _text_settings(target).get("max_position_embeddings")
+    if context is None:
+        return 2**31
+    if max_new_tokens >= context:
+        raise ValueError(
+            f"{section}.max_new_tokens is {max_new_tokens}, but {target.name} has a context of {context} tokens; "
+            "lower it so that prompts have room"
+        )
+    return int(context) - max_new_tokens
+
+
+def vocabulary_size(target: ResolvedTarget) -> int:
+    """Ids that the target has an embedding for; its tokenizer may give more, when tokens were added to that alone."""
+    size = _text_settings(target).get("vocab_size")
+    return 2**31 if size is None else int(size)
+
+
+def _text_settings(target: ResolvedTarget) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((target.path / "config.json").read_text())
+    return dict(settings.get("text_config", settings))
 
 
 def _locate(config: TargetConfig, cache: Path) -> Path:
@@ -254,12 +310,21 @@ def _weights_fingerprint(folder: Path, cache: Path) -> str:
     files = sorted(folder.glob("*.safetensors"))
     stamp = [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in files]
     kept = cache / "fingerprints" / f"{fingerprint(stamp)}.json"
-    digest = json.loads(kept.read_text()).get("files_sha256") if kept.is_file() else None
+    digest = _kept_digest(kept)
     if digest is None:
         digest = fingerprint([[path.name, _sha256(path)] for path in files])
         write_atomically(kept, json.dumps({"files_sha256": digest, "stamp": stamp}))
     settings = json.loads((folder / "config.json").read_text())
     return fingerprint([digest, {name: value for name, value in settings.items() if name not in _INERT_CONFIG_FIELDS}])
+
+
+def _kept_digest(kept: Path) -> str | None:
+    """None where nothing readable is kept: it is computed again."""
+    try:
+        found: str = json.loads(kept.read_text())["files_sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
 
 
 def _files_fingerprint(folder: Path, names: tuple[str, ...]) -> str:

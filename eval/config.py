@@ -13,7 +13,7 @@ EngineName = Literal["runtime", "replay", "vllm"]
 BaselineName = Literal["ngram", "suffix"]
 
 
-class EvalConfig(BaseModel, extra="forbid", frozen=True):
+class EvalConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """What is measured: every proposal length on every workload, at every temperature and batch size."""
 
     workloads: dict[str, Path] = Field(
@@ -46,7 +46,7 @@ class EvalConfig(BaseModel, extra="forbid", frozen=True):
         "float32", description="of target and head; float32 makes greedy output exactly the target's own"
     )
     device: str = Field("auto", description="of the runtime and of replay; auto = GPU if there is one")
-    seed: int = Field(0, ge=0, description="of sampling and of the bootstrap")
+    seed: int = Field(0, ge=0, lt=2**32, description="of sampling and of the bootstrap")
     bootstrap_samples: int = Field(2000, ge=100, description="resamples of prompts behind every 95 % interval")
     server: ServerConfig = Field(ServerConfig(), description="engine vllm: the servers that are launched")
 

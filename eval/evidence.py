@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from draftsmith.data.artefact import MANIFEST, software_versions
+from draftsmith.data.artefact import MANIFEST, read_json, software_versions
 from draftsmith.data.rows import provenance_mismatches
 from draftsmith.data.target import ResolvedTarget
 from draftsmith.eval.config import EvalConfig
@@ -43,7 +43,8 @@ class RunFolder:
     def manifests(self) -> dict[str, dict[str, Any]]:
         """Of the finished stages before this one."""
         paths = {stage: self.folder / stage / MANIFEST for stage in _STAGES}
-        return {stage: json.loads(path.read_text()) for stage, path in paths.items() if path.is_file()}
+        fix = "Run the stages before again."
+        return {stage: read_json(path, fix) for stage, path in paths.items() if path.is_file()}
 
     @property
     def response_settings(self) -> Mapping[str, Any]:

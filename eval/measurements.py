@@ -46,8 +46,13 @@ class MeasurementLog:
         if len(complete) < len(lines):  # a kill tore the last line
             write_atomically(self._path, "".join(complete))
         self._found: dict[tuple[Cell, tuple[str, ...]], Measurement] = {}
-        for line in complete:
-            self._remember(_parse(json.loads(line)))
+        for number, line in enumerate(complete, 1):
+            try:
+                self._remember(_parse(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{self._path}:{number} is damaged ({error!r}); delete that line, and it is measured again"
+                ) from error
 
     def get(self, cell: Cell, ids: Sequence[str]) -> Measurement | None:
         """The measurement of these prompts, if it was made."""

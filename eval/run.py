@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.data.artefact import Artefact, fingerprint
 from draftsmith.data.rows import Row
-from draftsmith.data.target import ResolvedTarget, load_model, load_tokenizer, stop_token_ids
+from draftsmith.data.target import ResolvedTarget, load_model, load_tokenizer, room_for_prompts, stop_token_ids
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evidence import RunFolder, describe, warnings_about
 from draftsmith.eval.measurements import MeasurementLog
@@ -59,13 +59,16 @@ def evaluate(
     """
     _check_inputs(config, export_folder, rows, stream)
     run = RunFolder(run_folder)
-    workloads, refusals = load_workloads(config, run.held_out_prompts, load_tokenizer(target), run.template_args)
+    room = room_for_prompts(target, config.max_new_tokens, "eval")
+    tokenizer = load_tokenizer(target)
+    workloads, refusals = load_workloads(config, run.held_out_prompts, tokenizer, run.template_args, room)
     request = config.model_dump(mode="json", include=_SELECTION - {"server"}) | {
         "prompts": {name: fingerprint([q.token_ids for q in questions]) for name, questions in workloads.items()}
     }
     folder = run_folder / "eval"
     artefact = Artefact.open(folder, "eval", _key(config, target, head_folder, export_folder, rows, run))
-    if artefact.is_done and artefact.result["request"] == request and (folder / "report.html").is_file():
+    is_written = all((folder / f"report.{kind}").is_file() for kind in ("html", "json"))
+    if artefact.is_done and artefact.result["request"] == request and is_written:
         return artefact
     log = MeasurementLog(folder)
     figures = _in_process(config, target, head_folder, export_folder, rows, stream, workloads, log)

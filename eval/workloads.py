@@ -21,9 +21,9 @@ class Question:
 
 
 def load_workloads(
-    config: EvalConfig, held_out: Path | None, tokenizer: Any, template_args: Mapping[str, Any]
+    config: EvalConfig, held_out: Path | None, tokenizer: Any, template_args: Mapping[str, Any], room: int
 ) -> tuple[dict[str, list[Question]], list[str]]:
-    """The workloads, and a warning for each from which prompts were left out.
+    """The workloads, and a warning for each from which prompts were left out; `room` is the longest prompt in tokens.
 
     Raises ValueError when a workload is empty.
     """
@@ -31,18 +31,30 @@ def load_workloads(
     workloads: dict[str, list[Question]] = {}
     for name, prompts in _prompts(config, held_out).items():
         questions: list[Question] = []
-        refused = 0
+        refused = too_long = 0
         for prompt in prompts[: config.limit]:
             try:
                 ids = prompt_ids(tokenizer, prompt["messages"], prompt.get("tools"), template_args)
             except TemplateRefusal:
                 refused += 1
                 continue
+            if len(ids) > room:
+                too_long += 1
+                continue
             questions.append(Question(str(prompt["id"]), tuple(ids)))
         if refused:
             warnings.append(f"{name}: the target's chat template refused {refused} prompts; they are not measured.")
+        if too_long:
+            warnings.append(
+                f"{name}: {too_long} prompts have more than {room} tokens, all that the target's context leaves beside "
+                f"eval.max_new_tokens = {config.max_new_tokens}; they are not measured."
+            )
         if not questions:
-            raise ValueError(f"eval workload {name} holds no prompt that the target's chat template takes")
+            raise ValueError(
+                f"eval workload {name} holds no prompt that can be asked: the target's chat template refused "
+                f"{refused}, and {too_long} leave no room in its context for eval.max_new_tokens = "
+                f"{config.max_new_tokens}"
+            )
         workloads[name] = questions
     return workloads, warnings
 

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftsmith.data.artefact import Artefact, fingerprint, read_artefact, write_atomically
+from draftsmith.data.artefact import Artefact, fingerprint, read_artefact, read_json, write_atomically
 from draftsmith.data.rows import Row
 from draftsmith.hidden_states.record import CaptureSpec, Record, Source, check_record
 
@@ -43,7 +43,7 @@ _RECORD_OVERHEAD_BYTES = 512
 _OPEN_SHARDS = 64
 
 
-class CacheConfig(BaseModel, extra="forbid", frozen=True):
+class CacheConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How records are stored."""
 
     shard_mib: int = Field(default=64, gt=0, description="size at which a shard is closed; a kill loses one open shard")
@@ -294,7 +294,7 @@ def _open_any(folder: Path) -> Cache:
     manifest = folder / "manifest.json"
     if not manifest.is_file():
         raise ValueError(f"{folder} holds no hidden states (no manifest.json); run `draftsmith hidden-states build`")
-    key = json.loads(manifest.read_text()).get("key")
+    key = read_json(manifest, f"Delete {folder} to build it anew.").get("key")
     return Cache(Artefact.open(folder, STAGE, key), CacheConfig())
 
 
@@ -331,14 +331,15 @@ def _read_listing(index: Path) -> dict[str, Any]:
     try:
         listing: dict[str, Any] = json.loads(index.read_text())
         assert re.fullmatch(r"shard-\d{4}-\d{6}\.safetensors", listing["shard"]) and listing["records"] is not None
-    except (ValueError, KeyError, AssertionError) as error:
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise ValueError(f"{index} is damaged ({error!r}). Delete it and build again.") from error
     return listing
 
 
 def _read_row_list(folder: Path) -> list[str]:
     path = folder / ROW_LIST
-    row_ids: list[str] = json.loads(path.read_text()) if path.is_file() else []
+    fix = "Delete it and build again."
+    row_ids: list[str] = read_json(path, fix) if path.is_file() else []
     return row_ids
 
 

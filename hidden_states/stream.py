@@ -41,7 +41,7 @@ from draftsmith.hidden_states.vllm_source import VllmClientConfig, VllmSource
 _POLL_S = 0.2
 
 
-class HiddenStatesConfig(BaseModel, extra="forbid", frozen=True):
+class HiddenStatesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How the target's states are captured and handed to training."""
 
     mode: Literal["offline", "online", "hybrid"] = Field(default="offline", description="see the top of stream.py")

@@ -37,7 +37,7 @@ _LOG_TAIL_LINES = 40
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class ServerConfig(BaseModel, extra="forbid", frozen=True):
+class ServerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """A vLLM server that draftsmith launches."""
 
     vllm_python: Path | None = Field(

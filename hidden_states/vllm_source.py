@@ -30,7 +30,7 @@ _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _AHEAD = 4
 
 
-class VllmClientConfig(BaseModel, extra="forbid", frozen=True):
+class VllmClientConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How the extraction servers are asked."""
 
     concurrency: int = Field(default=8, ge=1, description="requests in flight, over all endpoints")

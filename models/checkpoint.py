@@ -66,7 +66,10 @@ def read_head_config(folder: Path) -> HeadConfig:
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} holds no head: {CONFIG} is missing")
-    found = json.loads(path.read_text())
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON ({error}). The head is damaged.") from error
     if found.get("format") != _FORMAT or "method" not in found:
         raise ValueError(
             f"{path} is not the config of a draftsmith head (format {found.get('format')!r}, expected {_FORMAT}); "

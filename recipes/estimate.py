@@ -4,7 +4,6 @@ Before anything is generated the number of answer tokens is not known; half of r
 assumed, and said. Once rows exist, their real counts are used, and what is on disk already is not counted again.
 """
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from draftsmith.data.artefact import MANIFEST
+from draftsmith.data.artefact import MANIFEST, read_json
 from draftsmith.data.target import ResolvedTarget, resolve_target
 from draftsmith.hidden_states.cache import estimate_bytes
 from draftsmith.hidden_states.stream import spec_for
@@ -229,7 +228,8 @@ def _text_config(target: ResolvedTarget) -> Any:
 
 def _manifest(recipe: Recipe, stage: str) -> dict[str, Any]:
     path = recipe.output_dir / stage / MANIFEST
-    manifest: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    fix = f"Delete {path.parent} to build it anew."
+    manifest: dict[str, Any] = read_json(path, fix) if path.is_file() else {}
     return manifest
 
 

@@ -73,8 +73,12 @@ def check(recipe: RecipePath, overrides: Overrides = None) -> None:
     """Validate a recipe and estimate tokens, disk, memory and time; refuse what does not fit."""
     from draftsmith.recipes.estimate import estimate
     from draftsmith.recipes.schema import load_recipe
+    from draftsmith.recipes.stages import Run, refuse_what_does_not_go_together
 
-    found = estimate(load_recipe(recipe, overrides or []))
+    loaded = load_recipe(recipe, overrides or [])
+    found = estimate(loaded)
+    with Run(loaded) as run:
+        refuse_what_does_not_go_together(run)
     typer.echo(found.render())
     found.refuse_what_does_not_fit()
 

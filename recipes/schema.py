@@ -51,6 +51,17 @@ class Recipe(BaseModel, extra="forbid", frozen=True, arbitrary_types_allowed=Tru
     export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
 
+    @field_validator("output_dir", mode="after")
+    @classmethod
+    def _is_a_folder(cls, value: Path) -> Path:
+        folder = value.expanduser()
+        if "\0" in str(value) or folder == Path():
+            raise ValueError("it names no folder; write one, such as runs/NAME")
+        blocker = next((place for place in (folder, *folder.parents) if place.is_file()), None)
+        if blocker:
+            raise ValueError(f"{blocker} is a file; name a folder")
+        return folder
+
     @field_validator("model", mode="before")
     @classmethod
     def _keep(cls, value: Any) -> Any:
@@ -187,6 +198,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *anchor`: what it brings may be overridden
+                continue
             key = self.construct_object(key_node, deep=deep)
             if isinstance(key, Hashable):
                 if key in seen:

@@ -20,7 +20,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from draftsmith.data.artefact import MANIFEST, Artefact, fingerprint, read_artefact, write_atomically
+from draftsmith.data.artefact import (
+    MANIFEST,
+    Artefact,
+    fingerprint,
+    is_done,
+    read_artefact,
+    read_json,
+    write_atomically,
+)
 from draftsmith.data.progress import Progress, progress
 from draftsmith.data.prompts import build_prompts
 from draftsmith.data.responses import generate_responses
@@ -121,32 +129,49 @@ class Run:
         return self.folder / "hidden_states" / split
 
 
-def target_stage(run: Run) -> None:
-    """Find the target, and refuse what does not go with it, or with this machine, before hours of work."""
-    needs, vocab_size = run.needs, int(run.frozen_config.vocab_size)
+def refuse_what_does_not_go_together(run: Run) -> None:
+    """Raise ValueError for settings that this target, or this machine, cannot follow."""
+    vocab_size = int(run.frozen_config.vocab_size)
     draft_vocab_size = getattr(run.recipe.model, "draft_vocab_size", None)
     if draft_vocab_size is not None and draft_vocab_size > vocab_size:
         raise ValueError(
             f"model.draft_vocab_size is {draft_vocab_size}, but the vocabulary of {run.target.name} has {vocab_size} "
             "tokens; give at most that, or leave it out to draft from all of them"
         )
+    for setting, device in (
+        ("hidden_states.device", run.recipe.hidden_states.device),
+        ("eval.device", run.recipe.eval.device),
+    ):
+        try:
+            torch.empty(0, device="cpu" if device == "auto" else device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA fails an assertion
+            raise ValueError(
+                f"{setting} is {device!r}, which torch cannot use here ({str(error).splitlines()[0][:200]}); "
+                "write auto, cpu or cuda:0"
+            ) from error
+
+
+def target_stage(run: Run) -> None:
+    """Find the target, and refuse what does not go with it, or with this machine, before hours of work."""
+    refuse_what_does_not_go_together(run)
     for setting, server in _servers_to_launch(run):
         try:
             vllm_python(server)
         except ValueError as error:
             raise ValueError(f"{setting} is vllm: {error}") from error
-    print(f"target {run.target.name}: {run.target.path}, layers {', '.join(map(str, needs.aux_layers))}", flush=True)
+    layers = ", ".join(map(str, run.needs.aux_layers))
+    print(f"target {run.target.name}: {run.target.path}, layers {layers}", flush=True)
 
 
 def _servers_to_launch(run: Run) -> list[tuple[str, ServerConfig]]:
     """Which settings still ask this machine for a vLLM server."""
     recipe, found = run.recipe, []
-    if recipe.responses.engine == "vllm" and not recipe.responses.endpoints and not _is_done(run.folder / "responses"):
+    if recipe.responses.engine == "vllm" and not recipe.responses.endpoints and not is_done(run.folder / "responses"):
         found.append(("responses.engine", recipe.hidden_states.server))
     captures = recipe.hidden_states.source == "vllm" and not recipe.hidden_states.endpoints
-    if captures and not _is_done(run.folder / "train"):
+    if captures and not is_done(run.folder / "train"):
         found.append(("hidden_states.source", recipe.hidden_states.server))
-    if "vllm" in recipe.eval.engines and not _is_done(run.folder / "eval"):
+    if "vllm" in recipe.eval.engines and not is_done(run.folder / "eval"):
         found.append(("an engine in eval.engines", recipe.eval.server))
     return found
 
@@ -159,7 +184,7 @@ def prompts_stage(run: Run) -> None:
 def responses_stage(run: Run) -> None:
     """Let the target answer them."""
     config, folder = run.recipe.responses, run.folder / "responses"
-    launches = config.engine == "vllm" and not config.endpoints and not _is_done(folder)
+    launches = config.engine == "vllm" and not config.endpoints and not is_done(folder)
     generate_responses(config, run.target, run.folder / "prompts", folder, run.endpoints() if launches else ())
 
 
@@ -178,7 +203,8 @@ def hidden_states_stage(run: Run) -> None:
     parity = run.folder / "hidden_states" / "parity.json"
     spec = spec_for(config, run.target, run.needs.aux_layers)
     wanted = fingerprint([spec.to_json(), config.source])
-    is_proven = parity.is_file() and json.loads(parity.read_text())["spec"] == wanted
+    again = "Delete it to check parity again."
+    is_proven = parity.is_file() and read_json(parity, again).get("spec") == wanted
     todo = [
         (split, mode)
         for split, mode in splits
@@ -228,7 +254,7 @@ def _train(run: Run) -> None:
         write_atomically(folder / "recipe.yaml", recipe.to_yaml())
         if artefact.is_done:
             return
-    elif _is_done(folder):
+    elif is_done(folder):
         return
     device = device_of_this_process()
     frozen = run.frozen(torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32, device)
@@ -354,8 +380,9 @@ def export_stage(run: Run) -> None:
     trained = read_artefact(run.folder / "train", "train")
     key = {"config": run.recipe.export.model_dump(mode="json"), "head": trained.fingerprint}
     artefact = Artefact.open(run.folder / "export", "export", key)
-    if artefact.is_done:
+    if artefact.is_done and (run.folder / "export" / "model" / "config.json").is_file():
         return
+    (run.folder / "export" / "card.json").unlink(missing_ok=True)  # the card to come has no figures yet
     report = _export(run, [])
     artefact.finish({"tensors": report.num_tensors, "bytes": report.num_bytes, "rounding_tv": report.rounding_tv})
 
@@ -405,14 +432,15 @@ def eval_stage(run: Run) -> None:
         {"workload": name, **{column: cell.get(column) for column in _CARD_COLUMNS}} for name, cell in measured
     ]
     note = folder / "export" / "card.json"  # which figures the card shows, so that it follows a wider evaluation
-    if not note.is_file() or json.loads(note.read_text()) != acceptance:
+    if not note.is_file() or read_json(note, "Delete it to write the card again.") != acceptance:
         _export(run, acceptance)
         write_atomically(note, json.dumps(acceptance, indent=1))
 
 
 def read_report(folder: Path) -> dict[str, Any]:
     """report.json of a finished evaluation."""
-    found: dict[str, Any] = json.loads((folder / "eval" / "report.json").read_text())
+    path = folder / "eval" / "report.json"
+    found: dict[str, Any] = read_json(path, "Delete it and run `draftsmith eval` to write it again.")
     return found
 
 
@@ -484,11 +512,6 @@ def _draft_vocabulary(recipe: Recipe, rows: Rows, frozen: FrozenTarget) -> Draft
     if size is None or size == frozen.vocab_size:
         return None
     return build_draft_vocab(rows, frozen.vocab_size, size)
-
-
-def _is_done(folder: Path) -> bool:
-    manifest = folder / MANIFEST
-    return manifest.is_file() and json.loads(manifest.read_text()).get("state") == "done"
 
 
 def _holds(folder: Path, config: HiddenStatesConfig, spec: CaptureSpec, rows: Rows) -> bool:

@@ -1,6 +1,7 @@
 """Train from a recipe: `accelerate launch -m draftsmith.train RECIPE`, or `… train RECIPE` in a checkout."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         train_stage(load_recipe(arguments.recipe, arguments.set))
-    except ValueError as error:  # what the user can mend is a message; everything else keeps its traceback
+    except (ValueError, RuntimeError, OSError) as error:  # as in recipes/run.py: the rest keeps its traceback
+        if os.environ.get("DRAFTSMITH_DEBUG"):
+            raise
         sys.exit(f"draftsmith.train: {error}")
     finally:
         if torch.distributed.is_initialized():

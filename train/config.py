@@ -1,12 +1,14 @@
 """TrainConfig: the `train` section of a recipe. It imports no torch, so that a recipe is checked in an instant."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
-class TrainConfig(BaseModel, extra="forbid", frozen=True):
+
+class TrainConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """How a head is trained, and how long: the first reached of `epochs`, `max_steps` and `max_minutes` ends it."""
 
     epochs: int | None = Field(default=None, ge=1, description="Passes over the rows.")
@@ -27,7 +29,7 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
         description="muon: matrices by Muon (match_rms_adamw), embeddings, lm_head and vectors by AdamW.",
     )
     learning_rate: float = Field(gt=0, description="Peak learning rate, of AdamW and of Muon alike.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's; 0.95 as in the EAGLE-3 paper.")
+    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW's; 0.95 as in the EAGLE-3 paper.")
     weight_decay: float = Field(
         default=0.0, ge=0, description="Decoupled; on matrices only, never on norms and biases."
     )
@@ -43,7 +45,7 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
     precision: Literal["bf16", "fp32"] = Field(
         default="bf16", description="bf16: bf16 compute over fp32 master weights."
     )
-    seed: int = Field(default=0, ge=0, description="Order of the rows, and random draws inside a head.")
+    seed: int = Field(default=0, ge=0, lt=2**32, description="Order of the rows, and random draws inside a head.")
 
     checkpoint_every_steps: int | None = Field(default=None, ge=1, description="null: by minutes only.")
     checkpoint_every_minutes: float | None = Field(default=10.0, gt=0, description="null: by steps only.")

@@ -80,24 +80,39 @@ class Checkpoints:
     def load(self) -> RunState | None:
         """Continue from LATEST: restores weights, optimizer and random states. None when there is no checkpoint.
 
-        Raises ValueError when it was written by another number of processes, another ZeRO stage or other settings.
+        Raises ValueError when it is damaged, or of another number of processes, another ZeRO stage or other settings.
         """
         name = self._engine.from_main(self._latest())
         if name is None:
             return None
-        run = json.loads((self.folder / name / _RUN_FILE).read_text())
+        try:
+            run = json.loads((self.folder / name / _RUN_FILE).read_text())
+            binding, state = run["binding"], RunState.from_json(run["state"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(name, error) from error
         differences = [
-            f"{key} was {run['binding'].get(key)!r}, is {value!r}"
+            f"{key} was {binding.get(key)!r}, is {value!r}"
             for key, value in self._binding.items()
-            if run["binding"].get(key) != value
+            if binding.get(key) != value
         ]
         if differences:
             raise ValueError(
                 f"{self.folder / name} cannot be continued: {'; '.join(differences)}. "
                 f"Start with the settings it was made with, or delete {self.folder} to train anew."
             )
-        self._engine.accelerator.load_state(str(self.folder / name))
-        return RunState.from_json(run["state"])
+        try:
+            self._engine.accelerator.load_state(str(self.folder / name))
+        except Exception as error:  # torch, pickle and safetensors each raise types of their own
+            raise self._damaged(name, error) from error
+        return state
+
+    def _damaged(self, name: str, error: Exception) -> ValueError:
+        others = sorted(path.name for path in self.folder.glob("step-*") if path.suffix != ".tmp" and path.name != name)
+        older = f"write {others[-1]} into {self.folder / 'LATEST'} to continue there, or " if others else ""
+        return ValueError(
+            f"the checkpoint {self.folder / name} cannot be loaded ({type(error).__name__}: {error}); if "
+            f"it is damaged, {older}delete {self.folder} to train anew"
+        )
 
     def _publish(self, state: RunState, temporary: Path, final: Path) -> None:
         write_atomically(

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.data import responses as module
 from draftsmith.data.chat import answer_text, prompt_ids
+from draftsmith.data.prompt_sources import PromptSource
+from draftsmith.data.prompts import PromptsConfig, build_prompts
 from draftsmith.data.responses import ResponsesConfig, generate_responses
 from draftsmith.data.rows import RowsConfig, build_rows
 from draftsmith.data.target import ResolvedTarget, TargetConfig, resolve_target
@@ -217,3 +219,25 @@ def test_an_answer_that_would_not_fit_the_context_is_refused_by_name(target: Res
 def test_settings_that_would_be_ignored_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ResponsesConfig(**settings)
+
+
+def test_prompts_that_changed_since_their_stage_wrote_them_are_refused(target: ResolvedTarget, tmp_path: Path) -> None:
+    source = tmp_path / "mine.jsonl"
+    source.write_text("".join(f'{{"prompt": "{word} please"}}\n' for word in ("apples", "pears", "plums", "figs")))
+    prompts = PromptsConfig(sources=(PromptSource(jsonl=source),), eval_count=1)
+    build_prompts(prompts, tmp_path / "prompts")
+    path = tmp_path / "prompts" / "train.jsonl"
+    path.write_text(path.read_text().partition("\n")[0] + "\n")
+    with pytest.raises(ValueError, match=r"train\.jsonl has changed since.*delete .*prompts"):
+        generate_responses(config(), target, tmp_path / "prompts", tmp_path / "responses")
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_an_error_that_names_both(tmp_path: Path) -> None:
+    folder = tiny_target(tmp_path / "target", num_hidden_layers=2)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"<|extra{number}|>" for number in range(512)])
+    tokenizer.save_pretrained(folder)
+    added = resolve_target(TargetConfig(model=str(folder), dtype="float32"), tmp_path / "cache")
+    asked = prompts_folder(tmp_path / "prompts", [prompt(1, "what is <|extra511|>")])
+    with pytest.raises(ValueError, match=r"tokenizer gives the id .* in prompt 'p1'.* knows 512 ids"):
+        generate_responses(config(), added, asked, tmp_path / "responses")

@@ -241,3 +241,22 @@ def test_an_unfinished_responses_stage_is_not_read(tmp_path: Path) -> None:
         build_rows(RowsConfig(), tmp_path / "responses", tmp_path / "rows")
     with pytest.raises(ValueError, match="holds no finished rows stage"):
         read_artefact(tmp_path / "rows", "rows")
+
+
+def test_a_torn_file_of_rows_is_named_and_never_read_as_fewer_rows(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    train = [conversation(f"c{number}", turn([1, 2], [3])) for number in range(6)]
+    build_rows(RowsConfig(), responses(tmp_path / "responses", train), tmp_path / "rows")
+    path = tmp_path / "rows" / "train" / "rows.arrow"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 3])
+    with pytest.raises(ValueError, match=r"rows\.arrow .*delete .*rows and run the rows stage again"):
+        load_rows(tmp_path / "rows", "train")
+    path.write_bytes(whole)
+    with pa.ipc.open_stream(path) as stream:
+        table = stream.read_all()
+    with pa.ipc.new_stream(path, table.schema) as shorter:
+        shorter.write_table(table.slice(0, 4))
+    with pytest.raises(ValueError, match=r"rows\.arrow holds 4 rows, 6 were written"):
+        load_rows(tmp_path / "rows", "train")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import tiny_target
 
 from draftsmith.data.target import (
@@ -185,3 +186,33 @@ def test_the_built_in_target_is_converted_once_and_what_a_kill_left_is_removed(t
     generated = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(generated)
     assert stop_token_ids(target) == (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors"])
+def test_a_torn_file_is_named(folder: Path, name: str) -> None:
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=rf"{name} is .*Fetch the target again"):
+        resolve(folder)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error_in_words(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"a')
+    with pytest.raises(ValueError, match="its tokenizer cannot be loaded from"):
+        load_tokenizer(resolve(folder))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_instead_of_run_with_a_random_one(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    lost = next(name for name in tensors if "mlp" in name)
+    save_file({name: x for name, x in tensors.items() if name != lost}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks 1 tensors of the model, such as {lost}"):
+        load_model(resolve(folder))
+
+
+def test_a_torn_cache_of_fingerprints_is_written_again(folder: Path) -> None:
+    first = resolve(folder)
+    for kept in (folder.parent / "cache").rglob("*.json"):
+        kept.write_text('{"files')
+    assert resolve(folder) == first

@@ -158,3 +158,41 @@ def test_a_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(data).replace("train:", "train:\n  learning_rate: 1e-3"))
     assert load_recipe(path).train.learning_rate == 1e-3
+
+
+def test_a_merge_key_brings_the_settings_of_its_anchor(tmp_path: Path) -> None:
+    text = QUICKSTART.read_text().replace("\ntrain:\n", "\ntrain: &train\n", 1)
+    data = yaml.safe_load(text)
+    merged = {**data, "train": {**data["train"], "seed": 7}}
+    path = tmp_path / "merged.yaml"
+    anchors = "eval:\n  <<: &eval {engines: [runtime], limit: 3}\n  limit: 2\n"
+    path.write_text(yaml.safe_dump({key: value for key, value in merged.items() if key != "eval"}) + anchors)
+    found = load_recipe(path)
+    assert found.eval.engines == ("runtime",) and found.eval.limit == 2 and found.train.seed == 7
+
+
+def test_an_output_dir_that_is_no_folder_is_refused_and_a_tilde_is_the_home(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for given, words in (
+        ("", "names no folder"),
+        (f"{tmp_path}/file", "file is a file; name a folder"),
+        (f"{tmp_path}/file/run", "file is a file; name a folder"),
+    ):
+        assert words in refusal(f"output_dir='{given}'")
+    assert load_recipe(QUICKSTART, ["output_dir=~/runs/x"]).output_dir == Path.home() / "runs" / "x"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.betas=[2, 3]",
+        "train.betas=[0.9, -1]",
+        "train.learning_rate=.inf",
+        "train.seed=4294967296",
+        "eval.temperatures=[.nan]",
+        "hidden_states.cache.reserve_gib=.inf",
+        "prompts.sources=[{shipped: true, weight: .inf}]",
+    ],
+)
+def test_numbers_that_nothing_can_be_computed_with_are_refused(override: str) -> None:
+    assert f"{override.partition('=')[0]}" in refusal(override)

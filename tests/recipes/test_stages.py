@@ -290,3 +290,34 @@ def test_one_vllm_server_answers_and_captures_and_gives_what_transformers_gives(
     assert answers[0] == answers[1]
     lengths = [[cell["mal"] for cell in each["acceptance"]] for each in (found, expected)]
     assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
+
+
+@pytest.mark.parametrize("place", ["train/manifest.json", "hidden_states/parity.json", "export/card.json"])
+def test_a_damaged_file_of_a_run_is_named(place: str, copied: Path) -> None:
+    path = copied.parent / "run" / place
+    path.write_text(path.read_text()[:20])
+    with pytest.raises(ValueError, match=rf"{place} is not readable JSON.*[Dd]elete"):
+        run_stages(load_recipe(copied))
+
+
+def test_a_lost_report_is_written_again(copied: Path) -> None:
+    report = copied.parent / "run" / "eval" / "report.json"
+    report.unlink()
+    run_stages(load_recipe(copied))
+    assert read_report(copied.parent / "run")["workloads"]
+
+
+@pytest.mark.parametrize("setting", ["hidden_states.device", "eval.device"])
+def test_a_device_that_this_machine_lacks_is_refused_before_any_stage(setting: str, recipe_file: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{setting} is 'nothing'.*write auto, cpu"):
+        run_stages(load_recipe(recipe_file, [f"{setting}=nothing"]))
+    assert not (recipe_file.parent / "run" / "prompts").exists()
+
+
+def test_a_lost_export_is_written_again(copied: Path) -> None:
+    model = copied.parent / "run" / "export" / "model"
+    weights = (model / "model.safetensors").read_bytes()
+    shutil.rmtree(model)
+    run_stages(load_recipe(copied))
+    assert (model / "model.safetensors").read_bytes() == weights
+    assert "Not measured" not in (model / "README.md").read_text()

@@ -124,3 +124,20 @@ def test_a_finished_run_started_again_changes_nothing(tmp_path):
     second = run(tmp_path, toy_config(), probe=_one)
     assert (tmp_path / "log.jsonl").read_bytes() == log
     assert (first.weights, first.steps, first.last_probe) == (second.weights, second.steps, second.last_probe)
+
+
+@pytest.mark.parametrize("damaged", ["run.json", "model.safetensors", "optimizer.bin", "gone"])
+def test_a_checkpoint_that_cannot_be_loaded_is_named_with_an_older_one(tmp_path, damaged):
+    config = toy_config(max_steps=4, checkpoint_every_steps=2)
+    run(tmp_path, config)
+    newest = tmp_path / "checkpoints" / "step-00000004"
+    if damaged == "gone":
+        (tmp_path / "checkpoints" / "LATEST").write_text("step-00000005\n")
+    else:
+        content = (newest / damaged).read_bytes()
+        (newest / damaged).write_bytes(content[: len(content) // 2])
+    older = "step-00000004" if damaged == "gone" else "step-00000002"
+    with pytest.raises(ValueError, match=f"cannot be loaded .*write {older} into .*LATEST"):
+        run(tmp_path, config)
+    (tmp_path / "checkpoints" / "LATEST").write_text(f"{older}\n")
+    run(tmp_path, config)
