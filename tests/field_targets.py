@@ -192,7 +192,6 @@ OTHERS: dict[str, Callable[[], PreTrainedModel]] = {
     "minimax-m2": _text("MiniMaxM2", num_local_experts=4, num_experts_per_tok=2, rotary_dim=16),
     "granite": _text(
         "Granite",
-        head_dim=None,
         embedding_multiplier=12.0,
         logits_scaling=4.0,
         residual_multiplier=0.5,

@@ -35,11 +35,14 @@ class LayerShape:
     @classmethod
     def of_target(cls, config: Any, has_qk_norm: bool, **overrides: int | None) -> "LayerShape":
         """Read a transformers text config; an override that is not None replaces the target's size."""
+        # Sizes may differ from layer to layer (Gemma 4's full-attention layers are wider); the first layer's are taken.
+        per_layer = getattr(config, "per_layer_config", None)
+        first = config if per_layer is None else per_layer[0]
         sizes: dict[str, int | None] = {
-            "intermediate_size": getattr(config, "intermediate_size", None),
-            "num_heads": config.num_attention_heads,
-            "num_kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            "intermediate_size": getattr(first, "intermediate_size", None),
+            "num_heads": first.num_attention_heads,
+            "num_kv_heads": getattr(first, "num_key_value_heads", None) or first.num_attention_heads,
+            "head_dim": getattr(first, "head_dim", None) or first.hidden_size // first.num_attention_heads,
         }
         sizes |= {name: value for name, value in overrides.items() if value is not None}
         return cls(hidden_size=config.hidden_size, norm_eps=norm_eps(config), has_qk_norm=has_qk_norm, **sizes)  # type: ignore[arg-type]
