@@ -71,9 +71,9 @@ def test_the_export_is_served_beside_the_target_or_as_the_target(
     target = ResolvedTarget("someone/target", tmp_path / "target", "w", "t", "c", "float32")
     workloads = {"chat": [Question("q", (1, 2, 3))]}
     for n in (0, 3):
-        with serve._server(EvalConfig(), target, tmp_path / "export", "method", n, workloads, tmp_path):
+        with serve._server(EvalConfig(), target, tmp_path / "export", "eagle3", n, workloads, tmp_path):
             pass
-    speculative = {"method": "method", "num_speculative_tokens": 3}
+    speculative = {"method": "eagle3", "num_speculative_tokens": 3}
     if is_whole:
         assert launched == [(tmp_path / "export", None), (tmp_path / "export", speculative)]
     else:

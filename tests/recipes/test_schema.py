@@ -88,7 +88,7 @@ def test_a_wrong_type_or_value_is_named_with_the_field(override: str, words: str
         ),
         (
             ["responses.engine=vllm", "hidden_states.source=vllm", "hidden_states.server.max_model_len=80"],
-            "responses.max_new_tokens is 96 but the server that is launched holds 80 tokens",
+            "responses.max_new_tokens is 128 but the server that is launched holds 80 tokens",
         ),
         (["eval.engines=[vllm]", "eval.server.max_model_len=90"], "raise eval.server.max_model_len"),
         (["hidden_states.server.max_model_len=800"], "hidden_states.server is set but hidden_states.source is"),
