@@ -182,7 +182,7 @@ def _advice(report: Report) -> tuple[str, str] | None:
     recommended = report.get("recommended")
     if not recommended:
         return None
-    return f"N = {_text(recommended.get('num_speculative_tokens'))}.", _text(recommended.get("reason"))
+    return _text(recommended.get("verdict")), _text(recommended.get("reason"))
 
 
 def _fact_tables(report: Report) -> Iterator[tuple[str, list[tuple[str, str]]]]:

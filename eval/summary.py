@@ -92,7 +92,8 @@ def recommend(figures: Sequence[Figures], baselines: Sequence[Figures] = ()) -> 
     timed = [row for row in figures if row.get("speed_up") is not None]
     engine = next((name for name in ("runtime", "vllm") if any(row["engine"] == name for row in timed)), None)
     if engine is None:
-        return {"n": None, "reason": "No engine measured speed; add runtime or vllm to eval.engines.", "break_even": []}
+        reason = "No engine measured speed; add runtime or vllm to eval.engines."
+        return {"n": None, "verdict": "Speed was not measured.", "reason": reason, "break_even": []}
     rows = [row for row in timed if row["engine"] == engine]
     pooled = _pooled_name(rows)
     rows = [row for row in rows if row["workload"] == pooled]
@@ -112,11 +113,33 @@ def recommend(figures: Sequence[Figures], baselines: Sequence[Figures] = ()) -> 
         "speed_up_interval": chosen["speed_up_interval"],
         "mal": chosen["mal"],
         "mal_interval": chosen["mal_interval"],
-        "pays": chosen["speed_up"] > 1,
+        "pays": _certain_speed_up(chosen) > 1,
+        "verdict": _verdict(chosen, engine),
         "break_even": break_even,
         "baselines": {row["engine"]: {"n": row["n"], "speed_up": row["speed_up"]} for row in beside},
         "reason": _reason(chosen, best, first, engine, break_even) + _without_training(beside),
     }
+
+
+def _certain_speed_up(row: Figures) -> float:
+    """The lower end of the speed-up's interval, or the speed-up where there is none."""
+    interval = row["speed_up_interval"]
+    return float(interval[0] if interval else row["speed_up"])
+
+
+def _verdict(chosen: Figures, engine: str) -> str:
+    """Whether the head is worth serving, in one sentence."""
+    figures = f"{chosen['speed_up']:.2f} times"
+    if chosen["speed_up_interval"]:
+        figures += " ({:.2f} to {:.2f})".format(*chosen["speed_up_interval"])
+    figures += f", {engine}, batch size {chosen['batch_size']}"
+    if _certain_speed_up(chosen) > 1:
+        return f"Worth serving with N = {chosen['n']}: {figures}."
+    if chosen["speed_up"] > 1:
+        return (
+            f"Not shown to be faster: {figures} at the best N = {chosen['n']}. Measure more prompts, or train longer."
+        )
+    return f"Do not serve it: no N is faster than plain decoding, the best is {figures}."
 
 
 def _reason(chosen: Figures, best: Figures, rows: Sequence[Figures], engine: str, break_even: Sequence[Figures]) -> str:

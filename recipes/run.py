@@ -204,7 +204,7 @@ def summary(report: dict[str, Any], path: Path) -> str:
             if cell.get("speedup") is not None:
                 text += f", speed-up {cell['speedup']:.2f}x"
             lines.append(f"{text}, {name}")
-    lines.append(f"recommended: {recommended['reason']}")
+    lines.append(recommended["verdict"])
     return "\n".join(lines)
 
 

@@ -30,7 +30,9 @@ class ExportConfig(BaseModel, extra="forbid", frozen=True):
 
     layout: Literal["speculators", "plain"] = "speculators"
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    num_speculative_tokens: int = Field(3, ge=1, description="N that the exported config proposes to a server")
+    num_speculative_tokens: int | None = Field(
+        None, ge=1, description="N that the exported config proposes to a server; null: what the evaluation recommends"
+    )
     target_name: str | None = Field(None, description="what a server resolves as target; default target.model")
     license: str | None = Field(None, description="of the model card")
 

@@ -52,6 +52,8 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.engine import device_of_this_process
 from draftsmith.train.loop import fit
 
+_UNMEASURED_N = 3  # what an export proposes before anything was measured
+
 _CARD_COLUMNS = (
     "engine",
     "num_speculative_tokens",
@@ -387,11 +389,11 @@ def export_stage(run: Run) -> None:
     artefact.finish({"tensors": report.num_tensors, "bytes": report.num_bytes, "rounding_tv": report.rounding_tv})
 
 
-def _export(run: Run, acceptance: Sequence[dict[str, Any]]) -> ExportReport:
+def _export(run: Run, acceptance: Sequence[dict[str, Any]], recommended: int | None = None) -> ExportReport:
     recipe = run.recipe
     trained = read_artefact(run.folder / "train", "train")
     card = Card(
-        recipe=recipe.to_yaml(),
+        recipe=(run.folder / "train" / "recipe.yaml").read_text(),  # today's may differ in stages that ran before
         data=_provenance(run),
         acceptance=acceptance,
         license=recipe.export.license,
@@ -401,7 +403,7 @@ def _export(run: Run, acceptance: Sequence[dict[str, Any]]) -> ExportReport:
         run.folder / "export" / "model",
         target=run.frozen(torch.float32),
         target_name=recipe.export.target_name or _served_name(run),
-        num_speculative_tokens=recipe.export.num_speculative_tokens,
+        num_speculative_tokens=recipe.export.num_speculative_tokens or recommended or _UNMEASURED_N,
         layout=recipe.export.layout,
         dtype=recipe.export.dtype,
         card=card,
@@ -427,13 +429,14 @@ def eval_stage(run: Run) -> None:
             states = run.states_folder("eval")
             stream = opened.enter_context(open_stream(run.eval_states, run.target, run.needs.aux_layers, rows, states))
         evaluate(recipe.eval, run.target, weights, exported, rows, stream, folder)
-    measured = [(name, cell) for name, cells in read_report(folder)["workloads"].items() for cell in cells]
+    report = read_report(folder)
+    measured = [(name, cell) for name, cells in report["workloads"].items() for cell in cells]
     acceptance = [
         {"workload": name, **{column: cell.get(column) for column in _CARD_COLUMNS}} for name, cell in measured
     ]
     note = folder / "export" / "card.json"  # which figures the card shows, so that it follows a wider evaluation
     if not note.is_file() or read_json(note, "Delete it to write the card again.") != acceptance:
-        _export(run, acceptance)
+        _export(run, acceptance, report["recommended"]["num_speculative_tokens"])
         write_atomically(note, json.dumps(acceptance, indent=1))
 
 
@@ -450,7 +453,8 @@ def _provenance(run: Run) -> dict[str, dict[str, Any]]:
     artefacts = {title: read_artefact(run.folder / name, name) for title, name in stages.items()}
     facts: dict[str, dict[str, Any]] = {title: dict(found.result) for title, found in artefacts.items()}
     facts["Responses"] |= artefacts["Responses"].manifest["key"]["config"]
-    facts["Training"] |= run.recipe.train.model_dump(mode="json", exclude_none=True)
+    settings = artefacts["Training"].manifest["key"]["config"]
+    facts["Training"] |= {name: value for name, value in settings.items() if value is not None}
     return facts
 
 
@@ -477,7 +481,6 @@ def run_stages(recipe: Recipe, first: str = "target", last: str = "eval") -> Non
     if not chosen:
         raise ValueError(f"--from {first} comes after --to {last}; the order is {', '.join(names)}")
     with only_writer(recipe.output_dir), Run(recipe) as run:
-        write_atomically(recipe.output_dir / "recipe.yaml", recipe.to_yaml())
         if chosen[0] not in ("target", "prompts"):
             target_stage(run)
         for name in chosen:
@@ -486,6 +489,8 @@ def run_stages(recipe: Recipe, first: str = "target", last: str = "eval") -> Non
             if name == "train" and not captures_later:
                 run.stop_server()
             STAGES[name](run)
+        # Only now: a stage may have refused these settings, and the file tells with which ones the folder was made.
+        write_atomically(recipe.output_dir / "recipe.yaml", recipe.to_yaml())
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def _report(**changes: Any) -> dict[str, Any]:
         + [{"step": 30, "elapsed_s": 61.0, "mal": 1.8}, {"step": 59, "probe/mal": 2.0}],
         "provenance": {"rows": {"key": {"max_row_tokens": 512}}},
         "warnings": ["chat: 2 prompts were refused."],
-        "recommended": {"num_speculative_tokens": 3, "reason": "It is the fastest."},
+        "recommended": {"num_speculative_tokens": 3, "verdict": "Worth serving.", "reason": "It is the fastest."},
     } | changes
 
 

@@ -28,7 +28,7 @@ def row(n: int, speed_up: float, **more: Any) -> dict[str, Any]:
 
 def test_the_fastest_length_is_recommended_and_the_reason_names_all_that_were_tried() -> None:
     advice = recommend([row(1, 1.2), row(3, 1.5), row(5, 1.3), row(5, 9.9, workload="one of them")])
-    assert advice["n"] == 3 and advice["pays"]
+    assert advice["n"] == 3 and advice["pays"] and advice["verdict"].startswith("Worth serving with N = 3: 1.50 times")
     for words in ("N=3", "1.50 times", "N=1: 1.20x", "N=5: 1.30x", "1.40 to 1.60"):
         assert words in advice["reason"]
 
@@ -47,12 +47,18 @@ def test_the_break_even_is_given_by_batch_size() -> None:
 
 def test_no_gain_is_said_plainly() -> None:
     advice = recommend([row(1, 0.9), row(3, 0.8)])
+    assert advice["verdict"].startswith("Do not serve it")
     assert advice["n"] == 1 and not advice["pays"] and "no N is faster than plain decoding" in advice["reason"]
 
 
 def test_a_single_workload_is_judged_by_itself_whatever_other_engines_pooled() -> None:
     replayed = [row(3, 0.0, engine="replay", workload=name) | {"speed_up": None} for name in ("a", "b", ALL)]
     assert recommend([*replayed, row(3, 1.4, workload="mine")])["n"] == 3
+
+
+def test_a_speed_up_whose_interval_holds_1_is_not_shown() -> None:
+    advice = recommend([row(1, 1.05), row(3, 0.9)])
+    assert not advice["pays"] and advice["verdict"].startswith("Not shown to be faster: 1.05 times (0.95 to 1.15)")
 
 
 def test_without_a_measured_speed_nothing_is_recommended() -> None:

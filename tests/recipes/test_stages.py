@@ -95,6 +95,21 @@ def test_a_run_leaves_every_stage_with_a_manifest_and_ends_with_its_figures(fini
     assert str(report) in text and "mean acceptance length" in text and "95 % interval" in text and "speed-up" in text
 
 
+def test_the_export_proposes_what_the_evaluation_recommends(finished: Path) -> None:
+    folder = finished.parent / "run"
+    config = json.loads((folder / "export" / "model" / "config.json").read_text())
+    proposal = config["speculators_config"]["proposal_methods"][0]
+    assert proposal["speculative_tokens"] == read_report(folder)["recommended"]["num_speculative_tokens"]
+
+
+def test_a_refused_run_leaves_the_recorded_recipe_as_it_was(copied: Path) -> None:
+    recorded = copied.parent / "run" / "recipe.yaml"
+    before = recorded.read_bytes()
+    with pytest.raises(ValueError, match="eval_count"):
+        run_stages(load_recipe(copied, ["prompts.eval_count=3"]))
+    assert recorded.read_bytes() == before
+
+
 def test_a_finished_run_is_not_done_again(finished: Path) -> None:
     folder = finished.parent / "run"
 
@@ -131,7 +146,7 @@ def test_every_mode_of_the_hidden_states_gives_the_same_training_losses(mode: st
         ("hidden_states.dtype=bfloat16", "hidden_states", "dtype"),
         ("train.learning_rate=0.5", "train", "config.learning_rate: was 0.001, wanted 0.5"),
         ("model.ttt_steps=1", "train", "model.ttt_steps: was 2, wanted 1"),
-        ("export.num_speculative_tokens=2", "export", "config.num_speculative_tokens: was 3, wanted 2"),
+        ("export.num_speculative_tokens=2", "export", "config.num_speculative_tokens: was None, wanted 2"),
         ("eval.max_new_tokens=9", "eval", "config.max_new_tokens: was 8, wanted 9"),
     ],
 )
