@@ -144,7 +144,8 @@ def _reliability(survival_R: Floats, survived_R: Bools) -> list[dict[str, float]
 def _bins(survival_R: Floats, values_R: Floats) -> tuple[Floats, Floats]:
     """Bins of equal width over [0, 1]: how many rounds each holds, and the sum of their values."""
     bin_R = np.minimum((survival_R * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
-    return np.bincount(bin_R, minlength=_NUM_BINS), np.bincount(bin_R, values_R, minlength=_NUM_BINS)
+    counts_K, sums_K = (np.bincount(bin_R, each, _NUM_BINS) for each in (np.ones(len(bin_R)), values_R))
+    return counts_K, sums_K
 
 
 def _sigmoid(logit_R: Floats) -> Floats:

@@ -48,8 +48,8 @@ _LEGEND = (
 _VERSIONS = ("before", "after")  # temperature scaling
 _CALIBRATION = (
     "A draft's survival is the product of the confidences up to it: the predicted chance that the target accepts all "
-    "of them. ECE, the expected calibration error, is the mean distance between it and the share that did survive, over "
-    "ten bins. Temperatures were fitted on half of the held-out conversations; these figures are of the other half."
+    "of them. ECE, the expected calibration error, is the mean distance between it and the share that did survive, "
+    "over ten bins. Temperatures were fitted on half of the held-out conversations; the figures are of the other half."
 )
 _PROFILE = (
     "A step is one round of drafting N tokens, running the target and verifying. The schedule verifies as many drafts "

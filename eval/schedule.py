@@ -47,10 +47,10 @@ class Profile:
     def of_samples(cls, samples: Iterable[tuple[int, float]]) -> "Profile":
         """The median of every number of tokens; then, as more tokens never cost less, the nearest rising curve."""
         found: dict[int, list[float]] = {}
-        for tokens, seconds in samples:
-            found.setdefault(tokens, []).append(seconds)
+        for count, seconds in samples:
+            found.setdefault(count, []).append(seconds)
         tokens = sorted(found)
-        return cls(tuple(tokens), tuple(_rising([median(found[count]) for count in tokens])))
+        return cls(tuple(tokens), tuple(_rising([median(found[each]) for each in tokens])))
 
     def steps_per_s(self, tokens: Sequence[int]) -> list[float]:
         """Steps a second of passes over so many tokens, by linear interpolation of the seconds."""
