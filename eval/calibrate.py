@@ -43,7 +43,7 @@ def calibrate(
 
     Returns them, and writes nothing when there are none: the head gives no confidences, or no row is for fitting.
     """
-    head = load_head(folder, target, device)
+    head: Any = load_head(folder, target, device)
     chosen = [row for row in rows if is_for_fitting(row)]
     rounds = observe(head, batches_of(chosen, stream, head.needs.aux_layers), num_tokens) if chosen else None
     if rounds is None:
@@ -144,7 +144,9 @@ def _reliability(survival_R: Floats, survived_R: Bools) -> list[dict[str, float]
 def _bins(survival_R: Floats, values_R: Floats) -> tuple[Floats, Floats]:
     """Bins of equal width over [0, 1]: how many rounds each holds, and the sum of their values."""
     bin_R = np.minimum((survival_R * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
-    counts_K, sums_K = (np.bincount(bin_R, each, _NUM_BINS) for each in (np.ones(len(bin_R)), values_R))
+    counts_K, sums_K = (np.zeros(_NUM_BINS), np.zeros(_NUM_BINS))
+    np.add.at(counts_K, bin_R, 1.0)
+    np.add.at(sums_K, bin_R, values_R)
     return counts_K, sums_K
 
 

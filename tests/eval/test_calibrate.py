@@ -21,7 +21,7 @@ from draftsmith.models.export import export_head, import_head
 
 def rounds_of(stated_RN: Tensor, true_RN: Tensor, seed: int = 0) -> Rounds:
     """Rounds whose drafts are accepted with the true chances, of a head that states others; some end early."""
-    draws = torch.Generator().manual_seed(seed)
+    draws = torch.Generator().manual_seed(seed + 1000)  # not those of the chances
     num_rounds, num_tokens = stated_RN.shape
     accepted_R = (torch.rand(true_RN.shape, generator=draws) < true_RN).long().cumprod(1).sum(1)
     known_R = torch.randint(1, 3 * num_tokens, (num_rounds,), generator=draws).clamp_max(num_tokens)
@@ -72,7 +72,7 @@ def test_temperatures_keep_order_and_later_positions_take_the_last() -> None:
     assert torch.equal(calibrated(confidence, ()), confidence)
     torch.testing.assert_close(calibrated(confidence, (1.0,)), confidence, atol=2e-6, rtol=0)
     found = calibrated(confidence, (2.0, 3.0, 0.5))
-    assert torch.equal(found.argsort(0, stable=True), confidence.argsort(0, stable=True))
+    assert torch.equal(found.sort(dim=0, stable=True).indices, confidence.sort(dim=0, stable=True).indices)
     torch.testing.assert_close(found[:, 3], torch.sigmoid(2 * torch.logit(confidence[:, 3])))
     assert float(found[0, 1]) == 0.5 and 0.2 < float(found[0, 0]) < 0.5
 
@@ -101,14 +101,15 @@ def test_observed_rounds_are_the_runtimes_with_its_confidences(scene: Any, head:
             done = decode(target, head, [prompt], Decoding(MAX_NEW_TOKENS, frozenset([scene.stop_id]), 3)).answers[0]
             assert tuple(done.token_ids) == row.input_ids[len(prompt) :]
             accepted += [min(pair) for pair in zip(done.accepted, done.emitted, strict=True)]
-            expected.append(torch.cat([one.confidence_BN for one in given]))
+            expected.append(torch.cat([torch.empty(0, 3), *(one.confidence_BN for one in given)]))
             given.clear()
         del head.draft
     found = [observe(head, batches_of([row], stream, AUX_LAYERS), 3) for row in scene.rows]
     assert torch.cat([each.accepted_R for each in found]).tolist() == accepted
     for each, wanted_RN in zip(found, expected, strict=True):
         torch.testing.assert_close(each.confidence_RN, wanted_RN, atol=1e-5, rtol=1e-4)
-        assert (each.accepted_R <= each.known_R).all() and int(each.known_R[0]) == 3
+        assert (each.accepted_R <= each.known_R).all()
+    assert max(len(each.accepted_R) for each in found) > 3
 
 
 def test_a_head_without_confidences_is_not_calibrated(scene: Any, tmp_path: Path) -> None:
