@@ -31,6 +31,11 @@ class EvalConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     min_confidence: float | None = Field(
         None, gt=0, lt=1, description="a draft ends before its first token below this; for heads that give confidences"
     )
+    schedule: Literal["fixed", "throughput"] = Field(
+        "fixed",
+        description="of drafts in the runtime. fixed: a pass verifies whole drafts; throughput: by calibrated "
+        "confidences and this machine's measured speed, as many tokens as are expected to pay",
+    )
     batch_sizes: tuple[int, ...] = Field((1,), min_length=1, description="sequences decoded at once")
     engines: tuple[EngineName, ...] = Field(
         ("runtime", "replay"), min_length=1, description="replay: held-out rows from stored states, greedy only"
@@ -64,6 +69,10 @@ class EvalConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
             names = getattr(self, field)
             if len(set(names)) != len(names):
                 raise ValueError(f"eval.{field} is {list(names)}; name each once")
+        if self.schedule == "throughput" and self.min_confidence is not None:
+            raise ValueError("eval.schedule: throughput decides itself where drafts end; remove eval.min_confidence")
+        if self.schedule == "throughput" and "runtime" not in self.engines:
+            raise ValueError(f"eval.schedule is for the runtime, eval.engines is {list(self.engines)}; add it there")
         if self.engines != ("replay",) and max(self.num_speculative_tokens) > 31:
             # data/generate.py attends with one kernel up to 32 queries: the bonus and 31 drafts.
             raise ValueError(f"eval.num_speculative_tokens is {list(self.num_speculative_tokens)}; give at most 31")

@@ -14,13 +14,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.data.generate import Engine, Sampling, target_distribution
 from draftsmith.data.kv_cache import RowCache
+from draftsmith.eval.calibrate import calibrated
 from draftsmith.eval.drafters import Drafter
 from draftsmith.eval.verify import Verdict, confident_length, verify_greedy, verify_sampled
 from draftsmith.hidden_states.transformers_source import text_decoder
@@ -28,6 +29,13 @@ from draftsmith.models.head import Context, DraftState
 
 # Keeps the random stream of the drafts apart from the verifier's; any odd number does.
 _DRAFT_STREAM = 0x9E3779B1
+
+
+class Schedule(Protocol):
+    """Decides how much of every draft the target verifies."""
+
+    def lengths(self, confidence_BN: Tensor) -> Tensor:
+        """int64 [B], 0 to N. To be lossless, whether token j is verified may depend on confidences up to j alone."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Decoding:
     sampling: Sampling = Sampling()  # noqa: RUF009 - frozen
     is_draft_greedy: bool = False
     min_confidence: float | None = None
+    schedule: Schedule | None = None
 
 
 @dataclass
@@ -125,23 +134,23 @@ def decode(
     if min(map(len, prompts)) == 0:
         raise ValueError("a prompt has no tokens; the target needs at least one to start from")
     started = time.perf_counter()
-    answers = [Decoded() for _ in prompts]
-    batch = _Batch(target, head, settings)
-    batch.prefill(prompts, answers)
+    running = Running(target, head, settings)
+    answers = running.prefill(prompts)
     prefilled = time.perf_counter()
-    while batch.running:
-        batch.round()
+    while running.answers:
+        running.round()
     return DecodedBatch(answers, prefilled - started, time.perf_counter() - started)
 
 
-class _Batch:
+class Running:
     """The running sequences of one batch: cache, bonus tokens, draft state and what the head has not seen yet."""
 
     def __init__(self, target: RunningTarget, head: Drafter | None, settings: Decoding) -> None:
         self.target, self.head, self.settings = target, head, settings
-        self.running: list[Decoded] = []
+        self.answers: list[Decoded] = []
         device = target.engine.device
         seed = settings.sampling.seed
+        self.temperatures: tuple[float, ...] = getattr(head, "confidence_temperatures", ())
         self.verify_draws = torch.Generator(device).manual_seed(seed)
         self.draft_draws = torch.Generator(device).manual_seed(seed ^ _DRAFT_STREAM)
         self.cache: RowCache
@@ -149,8 +158,8 @@ class _Batch:
         self.context: Context
         self.bonus_B: Tensor
 
-    def prefill(self, prompts: Sequence[Sequence[int]], answers: list[Decoded]) -> None:
-        """Run the prompts and sample every first token."""
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Decoded]:
+        """Run the prompts and sample every first token. The answers, to which every round adds, in their order."""
         engine, device = self.target.engine, self.target.engine.device
         lengths_B = torch.tensor([len(prompt) for prompt in prompts], device=device)
         rows_B = torch.arange(len(prompts), device=device)
@@ -163,7 +172,8 @@ class _Batch:
         verdict = self._verify(engine.logits(states_BTH[rows_B, lengths_B - 1])[:, None], ids_BT[:, :0], None, None)
         self.bonus_B = verdict.next_BQ[:, 0]
         self.cache.lengths_B = lengths_B
-        self.running = answers
+        answers = [Decoded() for _ in prompts]
+        self.answers = list(answers)
         if self.head is not None:
             self.state = self.head.start(len(prompts), device)
             next_BT = torch.cat([ids_BT[:, 1:], ids_BT[:, :1]], dim=1)
@@ -172,6 +182,7 @@ class _Batch:
         for answer, token in zip(answers, self.bonus_B.tolist(), strict=True):
             answer.take([token], self.settings)
         self._drop_finished()
+        return answers
 
     def round(self) -> None:
         """Draft, run the target once, verify, emit, and roll back what was not accepted."""
@@ -181,7 +192,7 @@ class _Batch:
         verdict = self._verify(self.target.engine.logits(states_BQH), drafted_BN, draft_BNV, num_drafted_B)
         accepted, next_ids = verdict.accepted_B.tolist(), verdict.next_BQ.tolist()
         lengths = [drafted_BN.shape[1]] * len(accepted) if num_drafted_B is None else num_drafted_B.tolist()
-        for row, answer in enumerate(self.running):
+        for row, answer in enumerate(self.answers):
             emitted = answer.take(next_ids[row][: accepted[row] + 1], self.settings)
             if lengths[row]:  # a pass without drafts is no round
                 answer.drafted.append(lengths[row])
@@ -193,18 +204,23 @@ class _Batch:
     def _draft(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Tokens [B, N], their distributions, and ragged lengths where a draft ends early."""
         if self.head is None:
-            return self.bonus_B.new_empty(len(self.running), 0), None, None
+            return self.bonus_B.new_empty(len(self.answers), 0), None, None
         settings = self.settings
         temperature = 0.0 if settings.is_draft_greedy else settings.sampling.temperature
         draft = self.head.draft(
             self.state, self.context, settings.num_speculative_tokens, temperature, self.draft_draws
         )
-        num_drafted_B = draft.num_tokens_B
-        if settings.min_confidence is not None:
+        limits = [] if draft.num_tokens_B is None else [draft.num_tokens_B]
+        if settings.min_confidence is not None or settings.schedule is not None:
             if draft.confidence_BN is None:
-                raise ValueError("eval.min_confidence is set, but this head gives no confidences; remove it")
-            confident_B = confident_length(draft.confidence_BN, settings.min_confidence)
-            num_drafted_B = confident_B if num_drafted_B is None else torch.minimum(num_drafted_B, confident_B)
+                name = "eval.min_confidence" if settings.schedule is None else "eval.schedule: throughput"
+                raise ValueError(f"{name} is set, but this head gives no confidences; remove it")
+            confidence_BN = calibrated(draft.confidence_BN, self.temperatures)
+            if settings.min_confidence is not None:
+                limits.append(confident_length(confidence_BN, settings.min_confidence))
+            if settings.schedule is not None:
+                limits.append(settings.schedule.lengths(confidence_BN))
+        num_drafted_B = torch.stack(limits).amin(0) if limits else None
         if num_drafted_B is None:
             return draft.tokens_BN, draft.probs_BNV, None
         longest = int(num_drafted_B.max())
@@ -238,10 +254,10 @@ class _Batch:
         self.context = Context(next_BR, aux_BRF, last_BRH, start_B, num_rows_B, ids_BR)
 
     def _drop_finished(self) -> None:
-        kept = [row for row, answer in enumerate(self.running) if not answer.finish_reason]
-        if len(kept) == len(self.running):
+        kept = [row for row, answer in enumerate(self.answers) if not answer.finish_reason]
+        if len(kept) == len(self.answers):
             return
-        self.running = [self.running[row] for row in kept]
+        self.answers = [self.answers[row] for row in kept]
         if not kept:
             return
         rows_B = torch.tensor(kept, device=self.bonus_B.device)

@@ -1,6 +1,6 @@
 """Exact greedy acceptance from stored target states, for every proposal length at once, without running the target.
 
-    T tokens of a row, N drafted tokens, p the position of a round's bonus token
+    T tokens of a row, N drafted tokens, R rounds, p the position of a round's bonus token
 
         row       x0 x1 x2 | x3 x4 x5 x6 x7      x3..x7 were generated greedily
         round     p = 3: the head sees states 0..2 and token x3, drafts for x4, x5, ...; a = equal prefix
@@ -11,6 +11,7 @@ runtime's clipped ones (`min(accepted, emitted)`), number for number. On sampled
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,6 +49,15 @@ class Replayed:
     by_length: tuple[Counts, ...]  # of N = 1, 2, ..., n
 
 
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of drafts of N tokens: how sure the head was, and what came of it."""
+
+    confidence_RN: Tensor  # as the head gave it
+    accepted_R: Tensor  # int64, 0 to N
+    known_R: Tensor  # int64: so many drafts stood against a token; behind the answer's end nobody knows
+
+
 def replay(
     head: Any,
     batches: Iterable[tuple[Sequence[Row], Batch]],
@@ -60,23 +70,55 @@ def replay(
     (default: all); other lengths then hold no rounds.
     """
     lengths = range(1, num_tokens + 1) if lengths is None else lengths
-    device = next(head.parameters()).device
+    replayed = []
+    with _drafting(head) as device:
+        for rows, batch in batches:
+            drafts_by_length = _drafts_by_length(head, batch.to(device), num_tokens, lengths)
+            for row, span in _spans(rows):
+                own = {n: drafted_Tn[span] for n, drafted_Tn in drafts_by_length.items()}
+                replayed.append(_replay_row(row, own, num_tokens))
+    return replayed
+
+
+def observe(head: Any, batches: Iterable[tuple[Sequence[Row], Batch]], num_tokens: int) -> Rounds | None:
+    """The rounds that `replay` walks at this proposal length; None if the head gives no confidences."""
+    if not hasattr(head, "propose_with_confidence"):
+        return None
+    confidences, accepted, known = [torch.empty(0, num_tokens)], [], []
+    with _drafting(head) as device:
+        for rows, batch in batches:
+            drafted_BTN, confidence_BTN = head.propose_with_confidence(batch.to(device), num_tokens)
+            if confidence_BTN is None:
+                return None
+            drafted_MN, confidence_MN = drafted_BTN[0].cpu(), confidence_BTN[0].cpu()
+            for row, span in _spans(rows):
+                for first, end in _answers(row):
+                    matched = _matched_prefixes(row, drafted_MN[span], first, end)
+                    for at, count in _walk(matched, first, end):
+                        confidences.append(confidence_MN[span][at - 1 : at])
+                        accepted.append(count)
+                        known.append(min(num_tokens, end - at))
+    return Rounds(torch.cat(confidences), torch.tensor(accepted), torch.tensor(known))
+
+
+@contextmanager
+def _drafting(head: Any) -> Iterator[torch.device]:
+    """The head in evaluation mode and without gradients; its device."""
     was_training = head.training
     head.eval()
-    replayed = []
     try:
         with torch.no_grad():
-            for rows, batch in batches:
-                drafts_by_length = _drafts_by_length(head, batch.to(device), num_tokens, lengths)
-                start = 0
-                for row in rows:
-                    end = start + len(row.input_ids)
-                    own = {n: drafted_Tn[start:end] for n, drafted_Tn in drafts_by_length.items()}
-                    replayed.append(_replay_row(row, own, num_tokens))
-                    start = end
+            yield next(head.parameters()).device
     finally:
         head.train(was_training)
-    return replayed
+
+
+def _spans(rows: Sequence[Row]) -> Iterator[tuple[Row, slice]]:
+    """Where each row lies in its pack."""
+    start = 0
+    for row in rows:
+        yield row, slice(start, start + len(row.input_ids))
+        start += len(row.input_ids)
 
 
 def _drafts_by_length(head: Any, batch: Batch, num_tokens: int, lengths: Sequence[int]) -> dict[int, Tensor]:
@@ -148,26 +190,31 @@ def _replay_row(row: Row, drafts_by_length: Mapping[int, Tensor], num_tokens: in
     """Walk every answer of a row once for each proposal length."""
     walked: dict[int, list[int]] = {n: [] for n in range(1, num_tokens + 1)}
     for first, end in _answers(row):
-        if first == 0:
-            raise ValueError(f"row {row.row_id} begins with an answer; a round needs at least one token before it")
         for n, drafted_Tn in drafts_by_length.items():
-            matched, at = _matched_prefixes(row, drafted_Tn, first, end), first
-            while at < end:
-                accepted = matched[at - first]
-                walked[n].append(accepted)
-                at += accepted + 1
+            matched = _matched_prefixes(row, drafted_Tn, first, end)
+            walked[n] += [accepted for _, accepted in _walk(matched, first, end)]
     counts = tuple(Counts.of_rounds([n] * len(accepted), accepted, n) for n, accepted in walked.items())
     return Replayed(row.row_id, row.conversation_id, row.source, counts)
 
 
 def _matched_prefixes(row: Row, drafted_TN: Tensor, first: int, end: int) -> list[int]:
     """For every bonus position first..end-1: how many drafts equal the tokens that follow it, up to position `end`."""
+    if first == 0:
+        raise ValueError(f"row {row.row_id} begins with an answer; a round needs at least one token before it")
     following = torch.full((end - first, drafted_TN.shape[1]), -1)
     ids_T = torch.tensor(row.input_ids)
     for i in range(min(drafted_TN.shape[1], end - first)):
         following[: end - first - i, i] = ids_T[first + 1 + i : end + 1]
     # The draft for bonus position p stands at row p-1, which sees states 0..p-1 and token p.
     return (drafted_TN[first - 1 : end - 1] == following).long().cumprod(1).sum(1).tolist()
+
+
+def _walk(matched: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int]]:
+    """The rounds of an answer: the position of the bonus, and how many drafts were accepted."""
+    at = first
+    while at < end:
+        yield at, matched[at - first]
+        at += matched[at - first] + 1
 
 
 def _answers(row: Row) -> Iterator[tuple[int, int]]:

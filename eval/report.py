@@ -4,6 +4,7 @@
     baselines           as workloads, of drafters without training; shown in the same tables
     workloads           name -> cells (below)          training        lines of train/log.jsonl
     recommended         num_speculative_tokens, reason provenance      stage -> what its manifest says
+    calibration         of calibrate.py                profiles        of schedule.py
     machine, versions   facts                          warnings        sentences
 
 A cell is one measurement: engine, num_speculative_tokens, temperature, batch_size, mal, mal_low, mal_high,
@@ -18,6 +19,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,16 @@ _LEGEND = (
     "vLLM count what the verifier accepts, also behind a stop token or the limit; replay counts what is emitted. "
     "Brackets hold 95 % intervals, bootstrapped over prompts (the speed-up's over batches). Speed-up is against plain "
     "decoding of the same prompts by the same engine, prefill included."
+)
+_VERSIONS = ("before", "after")  # temperature scaling
+_CALIBRATION = (
+    "A draft's survival is the product of the confidences up to it: the predicted chance that the target accepts all "
+    "of them. ECE, the expected calibration error, is the mean distance between it and the share that did survive, "
+    "over ten bins. Temperatures were fitted on half of the held-out conversations; the figures are of the other half."
+)
+_PROFILE = (
+    "A step is one round of drafting N tokens, running the target and verifying. The schedule verifies as many drafts "
+    "as raise (sequences + their survivals) times steps a second."
 )
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;color:#1c1c1c;max-width:68rem;margin:2rem auto;padding:0 1rem}
@@ -88,6 +101,8 @@ def as_markdown(report: Report) -> str:
     for name, cells in _with_baselines(report).items():
         lines += [f"## {_md(name)}", "", *_md_table(*_workload_table(cells)), ""]
     lines += [_md(_LEGEND), ""]
+    for section in _confidence_sections(report):
+        lines += [f"## {section.title}", "", *_md_table(section.header, section.rows), "", _md(section.note), ""]
     for title, facts in _fact_tables(report):
         lines += [f"## {title}", "", *(f"- {_md(name)}: {_md(value)}" for name, value in facts), ""]
     return "\n".join(lines)
@@ -101,7 +116,11 @@ def as_html(report: Report) -> str:
     parts += [f'<p class="warning">{_esc(warning)}</p>' for warning in report.get("warnings") or []]
     parts.append(_mal_chart(report["workloads"]))
     parts += [f"<h2>{_esc(name)}</h2>{_html_workload(cells)}" for name, cells in _with_baselines(report).items()]
-    parts.append(f"<p><small>{_esc(_LEGEND)}</small></p><h2>Training</h2>")
+    parts.append(f"<p><small>{_esc(_LEGEND)}</small></p>")
+    for section in _confidence_sections(report):
+        parts += [f"<h2>{_esc(section.title)}</h2>", _svg(section.draw, section.chart)]
+        parts += [_html_table(section.header, section.rows), f"<p><small>{_esc(section.note)}</small></p>"]
+    parts.append("<h2>Training</h2>")
     curves = [_training_chart(report, "loss", "loss"), _training_chart(report, "mal", "held-out MAL")]
     parts += curves if any(curves) else ["<p>No training log.</p>"]
     for title, facts in _fact_tables(report):
@@ -176,6 +195,68 @@ def _heat(rate: float | None, text: str) -> str:
     red, green, blue = (round(255 + share * (end - 255)) for end in (0, 80, 140))
     ink = "#fff" if share > 0.55 else "#1c1c1c"
     return f'<td style="background:rgb({red},{green},{blue});color:{ink}">{_esc(text)}</td>'
+
+
+def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["".join(f"<th>{_esc(name)}</th>" for name in header)]
+    lines += ["".join(f"<td>{_esc(value)}</td>" for value in row) for row in rows]
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A table with its chart and what it says."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str
+    chart: str  # its name
+    draw: Callable[[Any], None]
+
+
+def _confidence_sections(report: Report) -> Iterator[_Section]:
+    """Of heads that give confidences: what these are worth, and the profiles that a schedule went by."""
+    if calibration := report.get("calibration"):
+        positions = calibration["positions"]
+        rows = [
+            [label, _number(each.get("temperature"), 2), *(_number(each[f"ece_{name}"], 3) for name in _VERSIONS),
+             _text(each["rounds"])]
+            for label, each in [*((str(place), each) for place, each in enumerate(positions, 1)), ("all", calibration)]
+        ]  # fmt: skip
+        header = ["draft", "temperature", "ECE before", "ECE after", "rounds"]
+        yield _Section("Confidence", header, rows, _CALIBRATION, "reliability", partial(_draw_reliability, calibration))
+    if profiles := report.get("profiles"):
+        rows = [
+            [*(_text(each["setting"][name]) for name in ("n", "temperature", "batch_size")),
+             ", ".join(f"{count}: {1000 * s:.1f}" for count, s in zip(each["tokens"], each["seconds"], strict=True))]
+            for each in profiles
+        ]  # fmt: skip
+        header = ["N", "T", "batch", "tokens in a pass: ms of a step"]
+        yield _Section("Steps", header, rows, _PROFILE, "profiles", partial(_draw_profiles, profiles))
+
+
+def _draw_reliability(calibration: Mapping[str, Any], axes: Any) -> None:
+    axes.plot((0, 1), (0, 1), color="#a0a0a0", linewidth=1)
+    for name, colour in zip(_VERSIONS, _COLOURS[1::-1], strict=True):
+        bins = calibration["reliability"][name]
+        points = [(each["predicted"], each["observed"]) for each in bins]
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", markersize=4, linewidth=1.4, label=name)
+    axes.set_xlabel("mean survival that was predicted")
+    axes.set_ylabel("share that survived")
+    axes.legend(frameon=False)
+
+
+def _draw_profiles(profiles: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    for index, each in enumerate(profiles):
+        steps = [1 / seconds for seconds in each["seconds"]]
+        setting = each["setting"]
+        label = f"N={setting['n']} T={setting['temperature']} batch {setting['batch_size']}"
+        axes.plot(each["tokens"], steps, color=_COLOURS[index % len(_COLOURS)], marker="o", markersize=4, label=label)
+    axes.set_xlabel("tokens in a pass")
+    axes.set_ylabel("steps a second")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _advice(report: Report) -> tuple[str, str] | None:

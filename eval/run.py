@@ -1,7 +1,8 @@
 """A trained head -> the folder `eval` of its run: measurements and the report. What was measured is never redone.
 
 measurements.jsonl   one line per batch and setting            report.{json,md,html}
-manifest.json        bound to head, target, prompts and rows   vllm-n*.log
+profiles.json        seconds by tokens in a pass, if scheduled  vllm-n*.log
+manifest.json        bound to head, target, prompts and rows
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +15,13 @@ import torch
 from draftsmith.data.artefact import Artefact, fingerprint
 from draftsmith.data.rows import Row
 from draftsmith.data.target import ResolvedTarget, load_model, load_tokenizer, room_for_prompts, stop_token_ids
+from draftsmith.eval.calibrate import describe_calibration, is_for_fitting
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evidence import RunFolder, describe, warnings_about
 from draftsmith.eval.measurements import MeasurementLog
-from draftsmith.eval.replay import Stream, batches_of, replay
+from draftsmith.eval.replay import Stream, batches_of, observe, replay
 from draftsmith.eval.report import write_report
+from draftsmith.eval.schedule import ProfileLog
 from draftsmith.eval.serve import serve_sweep
 from draftsmith.eval.summary import Figures, baseline_figures, replay_figures, runtime_figures, vllm_figures
 from draftsmith.eval.sweep import sweep
@@ -70,15 +73,18 @@ def evaluate(
     is_written = all((folder / f"report.{kind}").is_file() for kind in ("html", "json"))
     if artefact.is_done and artefact.result["request"] == request and is_written:
         return artefact
-    log = MeasurementLog(folder)
-    figures = _in_process(config, target, head_folder, export_folder, rows, stream, workloads, log)
+    log, profiles = MeasurementLog(folder), ProfileLog(folder)
+    figures, calibration = _in_process(
+        config, target, head_folder, export_folder, rows, stream, workloads, log, profiles
+    )
     if "vllm" in config.engines and export_folder is not None:
         method = read_head_config(head_folder).method
         serve_sweep(config, target, export_folder, method, stop_token_ids(target), workloads, log, folder)
         figures += vllm_figures(config, workloads, log)
     baselines = baseline_figures(config, workloads, log) if "runtime" in config.engines else []
     warnings = [*refusals, *warnings_about(config, target, run, [*figures, *baselines])]
-    write_report(folder, describe(config, target, head_folder, run, figures, baselines, warnings))
+    confidence = {"calibration": calibration, "profiles": profiles.as_json()}
+    write_report(folder, describe(config, target, head_folder, run, figures, baselines, warnings) | confidence)
     artefact.finish({"request": request, "acceptance": _acceptance(figures)})
     return artefact
 
@@ -92,10 +98,14 @@ def _in_process(
     stream: Stream | None,
     workloads: Mapping[str, Sequence[Question]],
     log: MeasurementLog,
-) -> list[Figures]:
-    """The figures of runtime and replay. The target is loaded only if the log lacks something, and freed again."""
+    profiles: ProfileLog,
+) -> tuple[list[Figures], dict[str, Any] | None]:
+    """The figures of runtime and replay, and how well the head's confidences are calibrated, if it gives any.
+
+    The target is loaded only if the log lacks something, and freed again.
+    """
     if not {"runtime", "replay"} & set(config.engines):
-        return []
+        return [], None
     device = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     dtype: torch.dtype = getattr(torch, config.dtype)
     frozen = FrozenTarget.load(target.path, dtype, device)
@@ -105,14 +115,20 @@ def _in_process(
         loaded = import_head(export_folder, frozen, read_head_config(head_folder).method, device)
     head: Any = loaded.to(dtype).eval()
     figures: list[Figures] = []
+    calibration = None
     if "runtime" in config.engines:
-        sweep(config, lambda: load_model(target, device, config.dtype), head, stop_token_ids(target), workloads, log)
+        stop_ids = stop_token_ids(target)
+        sweep(config, lambda: load_model(target, device, config.dtype), head, stop_ids, workloads, log, profiles)
         figures += runtime_figures(config, workloads, log)
     if "replay" in config.engines and stream is not None:
         batches = batches_of(rows, stream, head.needs.aux_layers)
         replayed = replay(head, batches, config.longest, config.num_speculative_tokens)
         figures += replay_figures(config, replayed)
-    return figures
+        judged = [row for row in rows if not is_for_fitting(row)]
+        rounds = observe(head, batches_of(judged, stream, head.needs.aux_layers), config.longest) if judged else None
+        if rounds is not None:
+            calibration = describe_calibration(rounds, head.confidence_temperatures)
+    return figures, calibration
 
 
 def _check_inputs(config: EvalConfig, export_folder: Path | None, rows: Sequence[Row], stream: Stream | None) -> None:
@@ -135,6 +151,7 @@ def _key(
         "config": config.model_dump(mode="json", exclude=_SELECTION),
         "target": target.key(),
         "head": _digest(head_folder),
+        "confidence_temperatures": list(read_head_config(head_folder).confidence_temperatures),
         "export": None if export_folder is None else _digest(export_folder),
         "template_args": dict(run.template_args),
         "held_out_rows": fingerprint([[row.row_id, row.input_ids] for row in rows]),

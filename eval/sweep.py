@@ -6,6 +6,7 @@ Baselines (`eval.baselines`) are cells whose engine is the baseline's name; they
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.decode import Decoded, Decoding, RunningTarget, decode
 from draftsmith.eval.drafters import Baseline, Drafter
 from draftsmith.eval.measurements import Cell, Measurement, MeasurementLog
+from draftsmith.eval.schedule import ProfileLog, Setting, Throughput, measure_profile
 from draftsmith.eval.workloads import Question
 from draftsmith.models.head import Head
 
@@ -51,6 +53,7 @@ def sweep(
     stop_ids: Sequence[int],
     workloads: Mapping[str, Sequence[Question]],
     log: MeasurementLog,
+    profiles: ProfileLog,
 ) -> None:
     """Measure what the log lacks; `load` gives the target as a transformers model, if there is anything to do."""
     wanted = list(runtime_cells(config, workloads))
@@ -67,7 +70,7 @@ def sweep(
         for cell, batch in missing:
             is_head = cell.engine == "runtime"
             drafter = (head if is_head else baselines.drafter(cell, batch)) if cell.n else None
-            log.add(_measure(config, target, drafter, stops, cell, batch, log))
+            log.add(_measure(config, target, drafter, stops, cell, batch, log, profiles))
             bar.advance()
 
 
@@ -109,11 +112,17 @@ def _measure(
     cell: Cell,
     batch: Sequence[Question],
     log: MeasurementLog,
+    profiles: ProfileLog,
 ) -> Measurement:
     settings = _decoding(config, stops, cell.temperature, cell.n, config.max_new_tokens)
+    prompts = [question.token_ids for question in batch]
     if cell.engine != "runtime":
         settings = replace(settings, min_confidence=None)  # a looked-up token has no confidence
-    done = decode(target, drafter, [question.token_ids for question in batch], settings)
+    elif drafter is not None and config.schedule == "throughput":
+        setting = Setting(cell.temperature, cell.batch_size, cell.n)
+        probe = partial(measure_profile, target, drafter, prompts, cell.batch_size, settings)
+        settings = replace(settings, schedule=Throughput(profiles.get(setting, probe)))
+    done = decode(target, drafter, prompts, settings)
     divergences: list[dict[str, Any]] = []
     plain = log.get(Cell("runtime", cell.workload, cell.temperature, cell.batch_size, 0), _ids(batch))
     if cell.n and cell.temperature == 0 and plain is not None:

@@ -1,14 +1,16 @@
 """A head on disk: model.safetensors and config.json in one folder, written atomically, audited when read.
 
 The file holds exactly the head's state_dict; nothing of the target is in it. `config.json` says which method and
-settings it belongs to and which target's dimensions it was trained for.
+settings it belongs to, which target's dimensions it was trained for, and the temperatures that calibrate its
+confidences, if some were fitted: they are no weights, and engines that do not know them pass them over.
 """
 
 import json
+import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from draftsmith.models.target import FrozenTarget
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 _OLDER_WEIGHTS = "pytorch_model.bin"
+TEMPERATURES = "confidence_temperatures"  # field of config.json, here and in exports, and attribute of a head
 _FORMAT = 1
 
 
@@ -36,6 +39,7 @@ class HeadConfig:
     aux_layers: tuple[int, ...]
     target: dict[str, Any]  # dimensions
     extra: dict[str, Any]  # the caller's: fingerprints of target and data, step, figures
+    confidence_temperatures: tuple[float, ...]  # one per draft position; empty = not calibrated
 
 
 def save_head(head: Any, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
@@ -51,6 +55,7 @@ def save_head(head: Any, folder: Path, extra: Mapping[str, Any] | None = None) -
         "model": head.config.model_dump(mode="json"),
         "aux_layers": list(head.needs.aux_layers),
         "target": dimensions(head.target),
+        **temperature_fields(head),
         "extra": dict(extra or {}),
     }
 
@@ -75,7 +80,14 @@ def read_head_config(folder: Path) -> HeadConfig:
             f"{path} is not the config of a draftsmith head (format {found.get('format')!r}, expected {_FORMAT}); "
             "exported folders are read by models.export.import_head"
         )
-    return HeadConfig(found["method"], found["model"], tuple(found["aux_layers"]), found["target"], found["extra"])
+    return HeadConfig(
+        found["method"],
+        found["model"],
+        tuple(found["aux_layers"]),
+        found["target"],
+        found["extra"],
+        tuple(found.get(TEMPERATURES, ())),
+    )
 
 
 def load_head(folder: Path, target: FrozenTarget, device: torch.device | str = "cpu") -> nn.Module:
@@ -102,8 +114,22 @@ def load_head(folder: Path, target: FrozenTarget, device: torch.device | str = "
             f"write model.aux_layers into {CONFIG}"
         )
     fill(head, tensors, str(folder))
+    set_temperatures(head, config.confidence_temperatures, str(folder))
     moved: nn.Module = head.to(device)
     return moved
+
+
+def temperature_fields(head: Any) -> dict[str, Any]:
+    """The field of config.json that holds a head's temperatures, if it has some."""
+    temperatures = getattr(head, TEMPERATURES, ())
+    return {TEMPERATURES: list(temperatures)} if temperatures else {}
+
+
+def set_temperatures(head: Any, temperatures: Sequence[float], source: str) -> None:
+    """Give a head the temperatures of its confidences. Raises ValueError for what is no temperature."""
+    if not all(isinstance(each, int | float) and 0 < each < math.inf for each in temperatures):
+        raise ValueError(f"{source}: {TEMPERATURES} is {list(temperatures)}; give positive numbers")
+    setattr(head, TEMPERATURES, tuple(map(float, temperatures)))
 
 
 def dimensions(target: FrozenTarget) -> dict[str, Any]:

@@ -267,18 +267,26 @@ class Head(nn.Module):
 
     def propose(self, batch: Batch, num_tokens: int) -> Tensor:
         """int64 [B, T, N] target ids: what a greedy round of N drafts would draft at every row; see the protocol."""
+        return self.propose_with_confidence(batch, num_tokens)[0]
+
+    def propose_with_confidence(self, batch: Batch, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+        """`propose`, and the confidences [B, T, N] of these drafts; see the protocol."""
         num_slots, blocks = self._num_slots(num_tokens), proposal_blocks(batch)
         tokens_M = batch.input_ids_BT.flatten()
         drafted_MN = torch.zeros(len(tokens_M), num_tokens, dtype=torch.int64, device=tokens_M.device)
+        confidence_MN = torch.zeros(len(tokens_M), num_tokens, device=tokens_M.device)
         context, size = self.backbone.context_of(batch), max(1, _SLOTS_AT_ONCE // num_slots)
         for first in range(0, len(blocks), size):
             part = blocks.part(slice(first, first + size))
             state_NSH = self.backbone.run(context, batch, part, num_slots)
             hidden_NJH = self.backbone.norm(state_NSH[:, self._first_slot() :])
             anchors_N = torch.tensor(part.anchors, device=tokens_M.device)
-            drafted = self._walk(hidden_NJH, tokens_M[anchors_N], 0.0, None).tokens_BN
-            drafted_MN[anchors_N - 1] = drafted  # row t knows the bonus t+1
-        return drafted_MN.view(*batch.input_ids_BT.shape, num_tokens)
+            draft = self._walk(hidden_NJH, tokens_M[anchors_N], 0.0, None)
+            drafted_MN[anchors_N - 1] = draft.tokens_BN  # row t knows the bonus t+1
+            if draft.confidence_BN is not None:
+                confidence_MN[anchors_N - 1] = draft.confidence_BN
+        shape = (*batch.input_ids_BT.shape, num_tokens)
+        return drafted_MN.view(shape), confidence_MN.view(shape) if self.config.has_confidence else None
 
     def start(self, batch_size: int, device: torch.device) -> DraftCache:
         """An empty cache of context keys and values."""

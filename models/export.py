@@ -21,7 +21,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftsmith.models.card import Card, model_card
-from draftsmith.models.checkpoint import CONFIG, WEIGHTS, fill, load_head, read_head_config, read_tensors, write_folder
+from draftsmith.models.checkpoint import (
+    CONFIG,
+    TEMPERATURES,
+    WEIGHTS,
+    fill,
+    load_head,
+    read_head_config,
+    read_tensors,
+    set_temperatures,
+    temperature_fields,
+    write_folder,
+)
 from draftsmith.models.head import Context, Layout, available_methods, load_method, method_of, methods_recognising
 from draftsmith.models.parts.draft_vocabulary import ids_of
 from draftsmith.models.stitch import stitch
@@ -65,7 +76,7 @@ def export_head(
     parts = _layout_of(head, layout)
     torch_dtype = getattr(torch, dtype)
     tensors = _exported_tensors(head, parts, torch_dtype)
-    config = {**parts.config, "torch_dtype": dtype, "dtype": dtype}
+    config = {**parts.config, **temperature_fields(head), "torch_dtype": dtype, "dtype": dtype}
     if parts.joins_target and target.stored is None:
         raise ValueError(f"{method_of(head)} is exported inside a copy of its target; load that from a folder")
     if layout == "speculators":
@@ -78,7 +89,7 @@ def export_head(
         written: Mapping[str, Any] = config
         if parts.joins_target:
             assert target.stored is not None
-            written = stitch(target.stored, tensors, parts.config, temporary)
+            written = stitch(target.stored, tensors, {**parts.config, **temperature_fields(head)}, temporary)
         else:
             save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
             (temporary / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
@@ -131,6 +142,7 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
     if absent:
         raise ValueError(f"{folder}: {', '.join(absent)} are missing")
     fill(head, renamed, str(folder))
+    set_temperatures(head, fields.get(TEMPERATURES, ()), str(folder))
     return head.to(device)
 
 

@@ -73,7 +73,8 @@ class Draft:
 
     tokens_BN: Tensor  # int64
     probs_BNV: Tensor | None  # the exact distribution each token was drawn from (target vocabulary); None = greedy
-    confidence_BN: Tensor | None = None  # probability that the token is accepted, given that its prefix was
+    # Probability that the token is accepted, given that its prefix was; known before the token itself was drawn.
+    confidence_BN: Tensor | None = None
     num_tokens_B: Tensor | None = None  # int64, ragged lengths, 0 included: what lies behind is padding; None = all N
 
 
@@ -104,6 +105,8 @@ class Head(Protocol):
     config: Any  # the method's Config
     target: FrozenTarget
     needs: Needs  # what the method's `needs` said for this head
+    # `confidence_temperatures`, a tuple of floats: set where calibration has fitted some (see models/checkpoint.py);
+    # the runtime applies them to the confidences of every Draft.
 
     def counts(self, batch: Batch) -> dict[str, Tensor]:
         """Term name -> its number of supervised rows in this batch (float32 scalar), without running the model.
@@ -143,6 +146,8 @@ class Head(Protocol):
         Row t sees states 0..t of its document and token t+1, exactly as in `draft`; rows without a next token in the
         same document that the target generated may hold arbitrary values. Used by replay, which takes the first N of
         more drafts for a draft of N, unless the head has an attribute `drafts_depend_on_length` that is true.
+        A head that gives confidences also has `propose_with_confidence`, which returns them as a second tensor of this
+        shape (None where its settings leave them out): calibration is fitted on it.
         """
 
     def export_map(self) -> dict[str, Layout]:

@@ -35,6 +35,7 @@ from draftsmith.data.responses import generate_responses
 from draftsmith.data.rows import Rows, Split, build_rows, load_rows, provenance_mismatches
 from draftsmith.data.target import ResolvedTarget, resolve_target
 from draftsmith.data.vocab import DraftVocabulary, build_draft_vocab
+from draftsmith.eval.calibrate import calibrate
 from draftsmith.eval.replay import make_probe
 from draftsmith.eval.run import evaluate
 from draftsmith.hidden_states.cache import Cache
@@ -289,6 +290,10 @@ def _train(run: Run) -> None:
             save_head(trained, into, extra)
 
         result = fit(recipe.train, head, frozen, train_rows, stream, folder, probe, save_weights=save_weights)
+        temperatures: tuple[float, ...] = ()
+        if is_main and len(eval_rows):
+            longest, exact = recipe.eval.longest, run.frozen(torch.float32, device)
+            temperatures = calibrate(result.weights, exact, list(eval_rows), held_out, longest, device)
     if is_main:
         artefact.finish(
             {
@@ -300,6 +305,7 @@ def _train(run: Run) -> None:
                 "tokens": result.num_tokens,
                 "skipped_steps": result.num_skipped_steps,
                 "rows_too_long": result.num_rows_too_long,
+                "confidence_temperatures": list(temperatures),
                 "draft_vocabulary_coverage": None if vocabulary is None else round(vocabulary.coverage, 6),
             }
         )

@@ -135,6 +135,27 @@ def test_the_charts_are_well_formed_and_there_is_one_for_loss_acceptance_and_len
     ]  # fmt: skip
 
 
+def test_calibration_and_profiles_are_shown_as_tables_and_charts() -> None:
+    bins = [{"predicted": 0.15, "observed": 0.3, "count": 10}, {"predicted": 0.9, "observed": 0.7, "count": 30}]
+    calibration = {
+        "rounds": 30, "temperatures": [1.5, 2.0], "ece_before": 0.21, "ece_after": 0.034,
+        "positions": [{"rounds": 30, "temperature": 1.5, "ece_before": 0.2, "ece_after": 0.03},
+                      {"rounds": 10, "temperature": 2.0, "ece_before": 0.25, "ece_after": 0.05}],
+        "reliability": {"before": bins, "after": bins[:1]},
+    }  # fmt: skip
+    profile = {"setting": {"temperature": 0.0, "batch_size": 4, "n": 3}, "tokens": [1, 4], "seconds": [0.05, 0.0625]}
+    report = _report(calibration=calibration, profiles=[profile])
+    text, page = as_markdown(report), as_html(report)
+    for row in ("| 1 | 1.50 | 0.200 | 0.030 | 30 |", f"| all | {DASH} | 0.210 | 0.034 | 30 |",
+                "| 3 | 0.0 | 4 | 1: 50.0, 4: 62.5 |"):  # fmt: skip
+        assert row in text
+    charts = ["".join(ElementTree.fromstring(chart).itertext()) for chart in re.findall(r"(?s)<svg .*?</svg>", page)]
+    assert any("share that survived" in chart for chart in charts) and any("steps a second" in c for c in charts)
+    parser = _Tags()
+    parser.feed(page)
+    assert parser.open == [] and "0.034" in page and "Confidence" not in as_html(_report(calibration=None, profiles=[]))
+
+
 def test_without_a_training_log_the_report_says_so() -> None:
     page = as_html(_report(training=[]))
     assert "No training log." in page and page.count("<svg ") == 1

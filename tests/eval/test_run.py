@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fitted_head import MAX_NEW_TOKENS, Scene, StoredStates, make_scene
-from tiny import tiny_tokenizer
+from fitted_head import AUX_LAYERS, MAX_NEW_TOKENS, Scene, StoredStates, make_scene
+from tiny import tiny_head, tiny_tokenizer
 
 from draftsmith.data.chat import prompt_ids
 from draftsmith.data.target import ResolvedTarget, TargetConfig, resolve_target
@@ -193,6 +193,30 @@ def test_sampling_is_measured_too_and_another_setting_is_refused(make_run: Calla
         run.evaluate(config.model_copy(update={"max_new_tokens": 10}))
 
 
+def test_scheduled_drafts_leave_a_profile_and_a_calibration_in_the_report(make_run: Callable[[], Trained]) -> None:
+    run = make_run()
+    head = tiny_head("dspark", run.scene.frozen, aux_layers=AUX_LAYERS, num_layers=1, markov_rank=8)
+    head.confidence_temperatures = (2.0, 1.5)
+    save_head(head, run.folder / "confident")
+    config = EXACT.model_copy(update={"schedule": "throughput", "num_speculative_tokens": (3,)})
+
+    def report() -> dict[str, Any]:
+        stream = StoredStates(run.scene.folder, run.scene.rows)
+        evaluate(config, run.target, run.folder / "confident", None, run.scene.rows, stream, run.folder)
+        found: dict[str, Any] = json.loads((run.folder / "eval" / "report.json").read_text())
+        return found
+
+    first = report()
+    cells = [cell for cell in first["workloads"][ALL] if cell["engine"] == "runtime"]
+    assert all(cell["divergences"] == [] for cell in cells)
+    assert [profile["setting"]["n"] for profile in first["profiles"]] == [3]
+    assert first["profiles"][0]["tokens"] == [1, 2, 3, 4] and min(first["profiles"][0]["seconds"]) > 0
+    assert first["profiles"] == json.loads((run.folder / "eval" / "profiles.json").read_text())
+    assert first["calibration"]["temperatures"] == [2.0, 1.5] and first["calibration"]["rounds"] > 0
+    (run.folder / "eval" / "report.html").unlink()
+    assert report()["profiles"] == first["profiles"], "a profile is measured once"
+
+
 def test_bf16_runs_and_every_differing_answer_is_accounted_for(make_run: Callable[[], Trained]) -> None:
     report = make_run().evaluate(EXACT.model_copy(update={"dtype": "bfloat16", "batch_sizes": (4,)}))
     cells = [cell for cell in report["workloads"][ALL] if cell["engine"] == "runtime"]
@@ -216,6 +240,8 @@ def test_what_an_engine_lacks_is_said_before_anything_runs(make_run: Callable[[]
         ({"temperatures": (-1.0,)}, "eval.temperatures is"),
         ({"top_k": 5}, "eval.top_p and eval.top_k do nothing at temperature 0"),
         ({"num_speculative_tokens": (40,)}, "give at most 31"),
+        ({"schedule": "throughput", "min_confidence": 0.5}, "remove eval.min_confidence"),
+        ({"schedule": "throughput", "engines": ("replay",)}, "eval.schedule is for the runtime"),
     ],
 )
 def test_contradictory_settings_are_refused(settings: dict[str, Any], words: str) -> None:

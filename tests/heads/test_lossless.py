@@ -21,6 +21,7 @@ from draftsmith.data.rows import Row
 from draftsmith.eval.decode import Decoded, Decoding, RunningTarget, decode
 from draftsmith.eval.metrics import Counts
 from draftsmith.eval.replay import replay
+from draftsmith.eval.schedule import Profile, Throughput
 from draftsmith.models.head import available_methods, load_method
 from draftsmith.models.target import FrozenTarget
 
@@ -104,6 +105,17 @@ def test_stopping_at_a_low_confidence_changes_no_greedy_output(scene: Scene) -> 
     assert len({length for a in answers for length in a.drafted}) > 1, "no draft was stopped"
 
 
+def test_scheduling_by_throughput_changes_no_greedy_output(scene: Scene) -> None:
+    if getattr(scene.head, "confidence_head", None) is None:
+        pytest.skip("this head gives no confidences")
+    scene.head.confidence_temperatures = (0.7, 1.5)
+    answers = scene.answers(NUM_TOKENS, schedule=Throughput(Profile((1, 4, 20), (1.0, 1.2, 3.0))))
+    del scene.head.confidence_temperatures
+    assert [a.token_ids for a in answers] == scene.plain
+    drafted = {length for a in answers for length in a.drafted}
+    assert len(drafted) > 1, "the schedule made no difference between drafts"
+
+
 def test_replay_equals_the_runtimes_clipped_counts_for_every_length(scene: Scene) -> None:
     found = replay(scene.head, [(scene.rows, scene.batch)], NUM_TOKENS)
     for n in range(1, NUM_TOKENS + 1):
@@ -132,32 +144,34 @@ def exact(model: Any, sampling: Sampling) -> np.ndarray:
     return probs.gather(2, answers[..., None])[..., 0].double().prod(1).numpy()
 
 
-@pytest.mark.parametrize("is_confident", [False, True], ids=["all drafts", "confident drafts"])
+@pytest.mark.parametrize("stop", ["nothing", "confidence", "throughput"])
 @pytest.mark.parametrize(
     "method_and_trim", METHODS, ids=[f"{method}-{'trimmed' if trim else 'full'}" for method, trim in METHODS]
 )
 def test_sampled_answers_are_distributed_as_the_targets_own(
-    method_and_trim: tuple[str, bool], is_confident: bool, tmp_path: Path
+    method_and_trim: tuple[str, bool], stop: str, tmp_path: Path
 ) -> None:
     method, is_trimmed = method_and_trim
     tiny_target(tmp_path, "mimo", vocab_size=VOCAB, std=0.04, num_hidden_layers=2)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval().requires_grad_(False)
     frozen = FrozenTarget.load(tmp_path, torch.float32)
     head = tiny_head(method, frozen, kept_ids=torch.tensor([1, 2, 4]) if is_trimmed else None)
-    if is_confident and getattr(head, "confidence_head", None) is None:
+    if stop != "nothing" and getattr(head, "confidence_head", None) is None:
         pytest.skip("this head gives no confidences")
     sampling = Sampling(temperature=0.9, seed=3)
     expected = exact(model, sampling)
     with RunningTarget(model, head.needs.aux_layers) as target, torch.no_grad():
         wanted = Decoding(LENGTH, frozenset(), 3, sampling)
-        if is_confident:
+        if stop == "throughput":  # with so many sequences it is much like a threshold of survival
+            wanted = replace(wanted, schedule=Throughput(Profile((1, NUM_ANSWERS, 4 * NUM_ANSWERS), (1.0, 2.0, 3.0))))
+        if stop == "confidence":
             before = replace(wanted, sampling=replace(sampling, seed=4))
             threshold = typical_confidence(head, lambda: decode(target, head, [PROMPT] * 200, before))
             wanted = replace(wanted, min_confidence=threshold)
         answers = decode(target, head, [PROMPT] * NUM_ANSWERS, wanted).answers
     places = torch.tensor([a.token_ids for a in answers]) @ (VOCAB ** torch.arange(LENGTH - 1, -1, -1))
     counted = np.bincount(places.numpy(), minlength=VOCAB**LENGTH)
-    least = NUM_ANSWERS // (20 if is_confident else 5)
+    least = NUM_ANSWERS // (5 if stop == "nothing" else 20)
     assert sum(sum(a.accepted) for a in answers) > least, "the accept path must be exercised"
     mean = expected * NUM_ANSWERS
     large = mean >= 5
