@@ -109,11 +109,16 @@ def test_scheduling_by_throughput_changes_no_greedy_output(scene: Scene) -> None
     if getattr(scene.head, "confidence_head", None) is None:
         pytest.skip("this head gives no confidences")
     scene.head.confidence_temperatures = (0.7, 1.5)
-    answers = scene.answers(NUM_TOKENS, schedule=Throughput(Profile((1, 4, 20), (1.0, 1.2, 3.0))))
+    drafted = []
+    for dearest in (1.0, 1 + 16 * typical_confidence(scene.head, lambda: scene.answers(NUM_TOKENS)) / 4):
+        profile = Profile((1, 4, 20), (1.0, 1.0, dearest))
+        answers = scene.answers(NUM_TOKENS, schedule=Throughput(profile))
+        assert [a.token_ids for a in answers] == scene.plain
+        drafted.append([length for a in answers for length in a.drafted])
     del scene.head.confidence_temperatures
-    assert [a.token_ids for a in answers] == scene.plain
-    drafted = {length for a in answers for length in a.drafted}
-    assert len(drafted) > 1, "the schedule made no difference between drafts"
+    free, paid = drafted
+    assert set(free) == {NUM_TOKENS}, "where more tokens cost nothing, every draft is whole"
+    assert sum(paid) < sum(free), "the schedule made no difference between drafts"
 
 
 def test_replay_equals_the_runtimes_clipped_counts_for_every_length(scene: Scene) -> None:
