@@ -7,6 +7,7 @@ not hold the target. The norm is the target's own class from transformers: gemma
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,7 @@ def _embedding_scale(config: Any) -> float:
     Gemma: sqrt(H), stated per family since no config field says it; Granite and others name it; most have none.
     """
     if str(config.model_type).startswith("gemma"):
-        return float(config.hidden_size) ** 0.5
+        return math.sqrt(config.hidden_size)
     return float(getattr(config, "embedding_multiplier", None) or 1.0)
 
 
