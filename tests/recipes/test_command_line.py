@@ -35,7 +35,19 @@ def draftsmith(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_help_names_every_command_and_the_stages(draftsmith: Command) -> None:
     code, text = draftsmith("--help")
     assert code == 0
-    commands = ("run", "check", "doctor", "hidden-states", "export", "eval", "prompts", "responses", "rows", "train")
+    commands = (
+        "run",
+        "check",
+        "doctor",
+        "hidden-states",
+        "export",
+        "import",
+        "eval",
+        "prompts",
+        "responses",
+        "rows",
+        "train",
+    )
     assert all(name in text for name in commands)
     code, text = draftsmith("run", "--help")
     assert code == 0 and all(name in text for name in STAGES)
