@@ -119,6 +119,15 @@ class RowCache(Cache):  # type: ignore[misc]
         for layer in self._filled():
             layer.keys, layer.values = layer.keys[rows_B], layer.values[rows_B]
 
+    def rows(self, layers: Iterable[int], positions_BR: Tensor) -> Tensor:
+        """What these layers hold at these positions, laid out as by `side_by_side`: [B, R, E]."""
+
+        def at(x_BgSD: Tensor) -> Tensor:
+            index = positions_BR[:, None, :, None].expand(-1, x_BgSD.shape[1], -1, x_BgSD.shape[3])
+            return x_BgSD.gather(2, index)
+
+        return side_by_side([(at(self.layers[j].keys), at(self.layers[j].values)) for j in layers])
+
     def put(self, rows_R: Tensor, other: "RowCache") -> None:
         """Replace these sequences by those of another cache (slot refill)."""
         longest = int(other.lengths_B.max())
@@ -168,6 +177,14 @@ def _additive(mask: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     if mask is None or dtype is None:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+
+
+def side_by_side(keys_values: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Keys and values [B, g, T, D] of some layers as features of their tokens: [B, T, E].
+
+    E runs over the layers; of each, first the keys of all heads (g*D), then the values.
+    """
+    return torch.cat([x.transpose(1, 2).flatten(2) for pair in keys_values for x in pair], dim=-1)
 
 
 def _grown(x: Tensor, slots: int) -> Tensor:

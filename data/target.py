@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,11 @@ def resolve_target(config: TargetConfig, cache_dir: Path | None = None) -> Resol
     )
 
 
+def checkpoint_fingerprint(folder: Path) -> str:
+    """Of the weights and config.json of a local checkpoint."""
+    return _weights_fingerprint(folder, default_cache_dir())
+
+
 def default_cache_dir() -> Path:
     """$DRAFTSMITH_CACHE, else ~/.cache/draftsmith."""
     return Path(os.environ.get("DRAFTSMITH_CACHE") or Path.home() / ".cache" / "draftsmith")
@@ -148,24 +153,32 @@ def stop_token_ids(target: ResolvedTarget) -> tuple[int, ...]:
 def _locate(config: TargetConfig, cache: Path) -> Path:
     if config.model in BUILT_IN:
         return _built_in(config.model, cache)
-    folder = Path(config.model).expanduser()
+    patterns = _DOWNLOAD_PATTERNS + (["*.py"] if config.trust_remote_code else [])
+    return locate(config.model, "target.model", config.revision, patterns, f" nor a built-in name ({', '.join(BUILT_IN)})")
+
+
+def locate(
+    name: str, setting: str, revision: str | None = None, patterns: Sequence[str] = _DOWNLOAD_PATTERNS, other: str = ""
+) -> Path:
+    """The folder of a checkpoint: a local one, or that of a Hugging Face id, fetched on first use.
+
+    Raises ValueError that names `setting`; `other` says what else it might have been.
+    """
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if config.model.count("/") != 1 or config.model.startswith((".", "/", "~")):
-        raise ValueError(
-            f"target.model is {config.model!r}: no such folder, and neither a Hugging Face id (owner/name) nor a "
-            f"built-in name ({', '.join(BUILT_IN)})"
-        )
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        is_neither = "neither " if other else "not "
+        raise ValueError(f"{setting} is {name!r}: no such folder, and {is_neither}a Hugging Face id (owner/name){other}")
     from huggingface_hub import snapshot_download
 
-    patterns = _DOWNLOAD_PATTERNS + (["*.py"] if config.trust_remote_code else [])
     try:
         found = snapshot_download(
-            config.model, revision=config.revision, allow_patterns=patterns, ignore_patterns=_IGNORE_PATTERNS
+            name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_IGNORE_PATTERNS
         )
-    except Exception as error:  # huggingface_hub raises many types; each means that the target is not to be had
+    except Exception as error:  # huggingface_hub raises many types; each means that the checkpoint is not to be had
         raise ValueError(
-            f"target.model is {config.model!r}: no such folder, and it could not be fetched from the Hugging Face hub "
+            f"{setting} is {name!r}: no such folder, and it could not be fetched from the Hugging Face hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
         ) from error
     return Path(found)

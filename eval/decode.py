@@ -1,6 +1,7 @@
 """The speculative runtime: prompts -> answers in rounds of draft, one target pass, verify and roll back.
 
-    B running sequences, Q = 1 bonus + N drafts, V target vocabulary, F = auxiliary layers * H, H target width
+    B running sequences, Q = 1 bonus + N drafts, V target vocabulary, F = auxiliary layers * H, H target width,
+    E features of keys and values
 
         committed     x0 x1 x2 | x3           lengths_B = 3: the target's cache holds x0..x2; x3 is the bonus
         target reads             x3 d1 d2 d3  writes 4 cache slots, gives 4 rows of states and logits
@@ -81,9 +82,9 @@ class DecodedBatch:
 class RunningTarget:
     """The target, prepared for decoding, with hooks that keep the states a head needs. Leave the context to unhook."""
 
-    def __init__(self, model: Any, aux_layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: Any, aux_layers: Sequence[int] = (), kv_layers: Sequence[int] = ()) -> None:
         self.engine = Engine(model)
-        self.aux_layers = tuple(aux_layers)
+        self.aux_layers, self.kv_layers = tuple(aux_layers), tuple(kv_layers)
         self._found: dict[int, Tensor] = {}
         layers = list(text_decoder(model)[0].layers)
         self._last = len(layers)
@@ -235,7 +236,11 @@ class _Batch:
             aux_BRF, last_BRH = (states[:, :num_rows] for states in self.target.captured())
         else:
             aux_BRF = last_BRH = torch.empty(*ids_BR.shape, 0, device=ids_BR.device)
-        self.context = Context(next_BR, aux_BRF, last_BRH, start_B, num_rows_B, ids_BR)
+        kv_BRE = None
+        if self.target.kv_layers:  # the pass has just written them into its cache
+            positions_BR = start_B[:, None] + torch.arange(num_rows, device=ids_BR.device)
+            kv_BRE = self.cache.rows(self.target.kv_layers, positions_BR)
+        self.context = Context(next_BR, aux_BRF, last_BRH, start_B, num_rows_B, ids_BR, kv_BRE)
 
     def _drop_finished(self) -> None:
         kept = [row for row, answer in enumerate(self.running) if not answer.finish_reason]
@@ -249,5 +254,5 @@ class _Batch:
         self.bonus_B = self.bonus_B[rows_B]
         if self.head is not None:
             self.state.select(rows_B)
-            chosen = {name: value[rows_B] for name, value in vars(self.context).items()}
+            chosen = {name: value[rows_B] for name, value in vars(self.context).items() if value is not None}
             self.context = replace(self.context, **chosen)

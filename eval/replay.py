@@ -77,14 +77,16 @@ def make_probe(
     """
     if not any(end > first for row in rows for first, end in _answers(row)):
         raise ValueError("the acceptance probe needs held-out rows whose answers have at least two tokens")
-    size = sum(len(row.input_ids) for row in rows) * len(stream.spec.layers) * frozen.hidden_size * 4
+    features = len(stream.spec.layers) * frozen.hidden_size + stream.spec.kv_width
+    size = sum(len(row.input_ids) for row in rows) * features * 4
     kept: list[tuple[Sequence[Row], Batch]] = []
 
     def probe(module: nn.Module) -> dict[str, float]:
         head: Any = module
         if size <= _KEPT_BYTES:
-            kept[:] = kept or list(batches_of(rows, stream, head.needs.aux_layers))
-        found = replay(head, kept or batches_of(rows, stream, head.needs.aux_layers), num_tokens)
+            kept[:] = kept or list(batches_of(rows, stream, head.needs.aux_layers, head.needs.kv_layers))
+        batches = kept or batches_of(rows, stream, head.needs.aux_layers, head.needs.kv_layers)
+        found = replay(head, batches, num_tokens)
         totals = [Counts.total([row.by_length[n] for row in found]) for n in range(num_tokens)]
         figures = {f"mal@{n + 1}": float(total.mal or 1.0) for n, total in enumerate(totals)}
         last = totals[-1]
@@ -93,11 +95,18 @@ def make_probe(
     return probe
 
 
-def batches_of(rows: Sequence[Row], stream: Stream, aux_layers: Sequence[int]) -> Iterator[tuple[Sequence[Row], Batch]]:
+def batches_of(
+    rows: Sequence[Row], stream: Stream, aux_layers: Sequence[int], kv_layers: tuple[int, ...] = ()
+) -> Iterator[tuple[Sequence[Row], Batch]]:
     """Rows and their stored states, packed into batches of one packed row each."""
     missing = [layer for layer in aux_layers if layer not in stream.spec.layers]
     if missing:
         raise ValueError(f"the head needs the target's layers {missing}, the states hold {list(stream.spec.layers)}")
+    if kv_layers and kv_layers != stream.spec.kv_layers:
+        raise ValueError(
+            f"the head needs the keys and values of the target's layers {list(kv_layers)}, the states hold those of "
+            f"{list(stream.spec.kv_layers)}"
+        )
     places = [stream.spec.layers.index(layer) for layer in sorted(aux_layers)]
     lengths = [len(row.input_ids) for row in rows]
     longest = max(_PACK_TOKENS, *lengths)
@@ -114,6 +123,7 @@ def _lay_out(rows: Sequence[Row], records: Sequence[Record], places: Sequence[in
             raise ValueError(f"asked for the states of row {row.row_id}, got row {record.row_id} or other token ids")
     lengths = [len(row.input_ids) for row in rows]
     states_TLH = torch.cat([record.states_TLH for record in records])
+    kv = [record.kv_TE for record in records if record.kv_TE is not None]
     return Batch(
         input_ids_BT=torch.cat([record.token_ids_T for record in records])[None],
         loss_mask_BT=torch.tensor([bit for row in rows for bit in row.loss_mask])[None],
@@ -121,6 +131,7 @@ def _lay_out(rows: Sequence[Row], records: Sequence[Record], places: Sequence[in
         position_ids_BT=torch.cat([torch.arange(length) for length in lengths])[None],
         aux_BTF=states_TLH[:, list(places)].flatten(1)[None],
         last_BTH=states_TLH[:, -1][None],
+        kv_BTE=torch.cat(kv)[None] if kv else None,
     )
 
 

@@ -106,7 +106,8 @@ def _in_process(
         sweep(config, lambda: load_model(target, device, config.dtype), head, stop_token_ids(target), workloads, log)
         figures += runtime_figures(config, workloads, log)
     if "replay" in config.engines and stream is not None:
-        replayed = replay(head, batches_of(rows, stream, head.needs.aux_layers), config.longest)
+        batches = batches_of(rows, stream, head.needs.aux_layers, head.needs.kv_layers)
+        replayed = replay(head, batches, config.longest)
         figures += replay_figures(config, replayed)
     return figures
 

@@ -59,7 +59,7 @@ def sweep(
         return
     stops = frozenset(stop_ids)
     with (
-        RunningTarget(load(), head.needs.aux_layers) as target,
+        RunningTarget(load(), head.needs.aux_layers, head.needs.kv_layers) as target,
         progress("eval/runtime", len(wanted), "batches", len(wanted) - len(missing)) as bar,
     ):
         _warm_up(config, target, head, missing[0][1])

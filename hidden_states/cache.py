@@ -3,7 +3,8 @@
     hidden_states/
       manifest.json               data/artefact.py; its key is the spec: a cache of other states is refused by name
       rows.json                   the row ids of the finished cache, so that a lost record can be named
-      shard-0000-000000.safetensors   about `shard_mib` of records: `states/ROW` [T, L, H] and `token_ids/ROW` [T]
+      shard-0000-000000.safetensors   about `shard_mib` of records: `states/ROW` [T, L, H] and `token_ids/ROW` [T],
+                              and `kv/ROW` [T, E] where the spec has keys and values
       shard-0000-000000.json      what the shard holds: sha256 and length per record, sha256 and size of the file
 
 A shard is renamed into place before its .json, and only the .json makes it part of the cache: a kill leaves at most an
@@ -148,9 +149,8 @@ class Cache:
         shard = self._entries[row.row_id].shard
         try:
             file = self._shard(shard)
-            record = Record(
-                row.row_id, file.get_tensor(f"token_ids/{row.row_id}"), file.get_tensor(f"states/{row.row_id}")
-            )
+            names = ("token_ids", "states", "kv") if self.spec.kv_layers else ("token_ids", "states")
+            record = Record(row.row_id, *(file.get_tensor(f"{name}/{row.row_id}") for name in names))
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"record {row.row_id}: {self.folder / shard} cannot be read ({error}). "
@@ -243,7 +243,8 @@ def estimate(rows: Iterable[Row], spec: CaptureSpec) -> int:
 def estimate_bytes(num_tokens: int, num_rows: int, spec: CaptureSpec) -> int:
     """Bytes on disk of a cache of this many tokens in this many rows."""
     state_bytes = 2 if spec.dtype == "bfloat16" else 4
-    return num_tokens * (len(spec.layers) * spec.hidden_size * state_bytes + 8) + num_rows * _RECORD_OVERHEAD_BYTES
+    features = len(spec.layers) * spec.hidden_size + spec.kv_width
+    return num_tokens * (features * state_bytes + 8) + num_rows * _RECORD_OVERHEAD_BYTES
 
 
 def refuse_without_space(folder: Path, rows: Sequence[Row], spec: CaptureSpec, config: CacheConfig) -> None:
@@ -285,8 +286,7 @@ def verify(folder: Path) -> list[Damage]:
 
 def spec_of(artefact: Artefact) -> CaptureSpec:
     """The spec that a cache's manifest names as its key."""
-    fields = artefact.manifest["key"]["spec"]
-    return CaptureSpec(**(fields | {"layers": tuple(fields["layers"])}))
+    return CaptureSpec.of_json(artefact.manifest["key"]["spec"])
 
 
 def _open_any(folder: Path) -> Cache:
@@ -303,6 +303,8 @@ def _write_shard(path: Path, records: dict[str, Record]) -> dict[str, Any]:
     for row_id, record in records.items():
         tensors[f"states/{row_id}"] = record.states_TLH.contiguous()
         tensors[f"token_ids/{row_id}"] = record.token_ids_T.contiguous()
+        if record.kv_TE is not None:
+            tensors[f"kv/{row_id}"] = record.kv_TE.contiguous()
     written: dict[str, Any] = {}
 
     def write(temporary: Path) -> None:
@@ -317,7 +319,7 @@ def _write_shard(path: Path, records: dict[str, Record]) -> dict[str, Any]:
             "records": {
                 row_id: {
                     "num_tokens": len(record.token_ids_T),
-                    "sha256": _sha256(record.token_ids_T, record.states_TLH),
+                    "sha256": _sha256(record.token_ids_T, record.states_TLH, record.kv_TE),
                 }
                 for row_id, record in records.items()
             }
@@ -360,9 +362,10 @@ def _verify_shard(folder: Path, index_name: str) -> Iterator[Damage]:
         return
     any_damaged = size != listing["bytes"]
     for row_id, entry in records.items():
-        if not {f"states/{row_id}", f"token_ids/{row_id}"} <= held:
+        names = [f"{name}/{row_id}" for name in ("token_ids", "states", "kv")]
+        if not set(names[:2]) <= held:
             problem = "missing: the shard does not hold it"
-        elif _sha256(file.get_tensor(f"token_ids/{row_id}"), file.get_tensor(f"states/{row_id}")) != entry["sha256"]:
+        elif _sha256(*(file.get_tensor(name) for name in names if name in held)) != entry["sha256"]:
             problem = "its bytes have changed since they were written (sha256 differs)"
         else:
             continue
@@ -372,10 +375,11 @@ def _verify_shard(folder: Path, index_name: str) -> Iterator[Damage]:
         yield Damage("", shard, "bytes outside the records have changed since they were written (sha256 differs)")
 
 
-def _sha256(*tensors: Tensor) -> str:
+def _sha256(*tensors: Tensor | None) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        if tensor is not None:
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

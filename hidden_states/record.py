@@ -1,7 +1,7 @@
 """One record: the target's hidden states of one token row, and the spec that says exactly which states those are.
 
 T tokens, H target width, L captured layers: ascending input-of ids, of which the last is n, the output of the last
-    layer before the final norm
+    layer before the final norm, E features of keys and values
 """
 
 from collections.abc import Generator, Iterable
@@ -26,10 +26,21 @@ class CaptureSpec:
     chat_template: str  # fingerprint of the chat template
     target_dtype: str  # dtype in which the target ran
     norm: str = "pre_norm"  # the last layer is stored before the final norm, in every source
+    # Decoder layers whose keys and values are stored too, ascending, and how many features they are per token.
+    kv_layers: tuple[int, ...] = ()
+    kv_width: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form, for manifests and error messages."""
-        return asdict(self)
+        """JSON-able form, for manifests and error messages. Without keys and values it does not speak of them, so that
+        caches from before they could be captured keep their key."""
+        fields = asdict(self)
+        return fields if self.kv_layers else {name: x for name, x in fields.items() if not name.startswith("kv_")}
+
+    @classmethod
+    def of_json(cls, fields: dict[str, Any]) -> "CaptureSpec":
+        """The spec that `to_json` wrote."""
+        tuples = {name: tuple(fields[name]) for name in ("layers", "kv_layers") if name in fields}
+        return cls(**(fields | tuples))
 
 
 @dataclass(frozen=True)
@@ -39,9 +50,12 @@ class Record:
     row_id: str
     token_ids_T: Tensor  # int64
     states_TLH: Tensor  # spec.dtype
+    # Of each layer of spec.kv_layers its keys, all heads side by side, then its values, as the target's cache holds
+    # them; spec.dtype. None where the spec asks for none.
+    kv_TE: Tensor | None = None
 
     def num_bytes(self) -> int:
-        return self.states_TLH.numel() * self.states_TLH.element_size()
+        return sum(x.numel() * x.element_size() for x in (self.states_TLH, self.kv_TE) if x is not None)
 
 
 class Source(Protocol):
@@ -81,3 +95,19 @@ def check_record(record: Record, row: Row, spec: CaptureSpec) -> None:
     if empty_T.any():
         first = int(empty_T.nonzero()[0])
         raise ValueError(f"record {row.row_id}: the states of token {first} are all zero; the capture is broken")
+    _check_keys_and_values(record, spec)
+
+
+def _check_keys_and_values(record: Record, spec: CaptureSpec) -> None:
+    kv_TE, expected = record.kv_TE, (len(record.token_ids_T), spec.kv_width)
+    if not spec.kv_layers:
+        if kv_TE is not None:
+            raise ValueError(f"record {record.row_id}: it holds keys and values, which were not asked for")
+        return
+    if kv_TE is None or tuple(kv_TE.shape) != expected or kv_TE.dtype != record.states_TLH.dtype:
+        found = "missing" if kv_TE is None else f"{kv_TE.dtype} {tuple(kv_TE.shape)}"
+        raise ValueError(f"record {record.row_id}: keys and values are {found}, expected {spec.dtype} {expected}")
+    if not torch.isfinite(kv_TE).all():
+        raise ValueError(f"record {record.row_id}: keys or values hold NaN or Inf")
+    if not kv_TE.any(dim=1).all():
+        raise ValueError(f"record {record.row_id}: a token has neither keys nor values; the capture is broken")

@@ -32,7 +32,7 @@ from draftsmith.hidden_states.transformers_source import (
     StatesDtype,
     TransformersSource,
     capture_spec,
-    target_shape,
+    text_config,
 )
 from draftsmith.hidden_states.vllm_server import ServerConfig, launch
 from draftsmith.hidden_states.vllm_source import VllmClientConfig, VllmSource
@@ -173,16 +173,18 @@ def open_source(
     layers: tuple[int, ...],
     folder: Path,
     endpoints: Sequence[str] = (),
+    kv_layers: tuple[int, ...] = (),
 ) -> Generator[Source, None, None]:
-    """The configured source of a target's states at these layers (and the last pre-norm one).
+    """The configured source of a target's states at these layers (and the last pre-norm one), and of these layers'
+    keys and values. Raises ValueError when it cannot give those.
 
     `endpoints` are extraction servers that the caller has launched; else those of the config; else a server is
     launched for as long as the source is open, with its log under `folder`.
     """
     if config.source == "transformers":
-        yield TransformersSource(target, layers, config.dtype, _device(config.device), config.batch_rows)
+        yield TransformersSource(target, layers, config.dtype, _device(config.device), config.batch_rows, kv_layers)
         return
-    spec = spec_for(config, target, layers)
+    spec = spec_for(config, target, layers, kv_layers)
     urls = tuple(endpoints) or config.endpoints
     if urls:
         yield VllmSource(urls, spec, config.client)
@@ -199,12 +201,13 @@ def open_stream(
     rows: Sequence[Row],
     folder: Path,
     endpoints: Sequence[str] = (),
+    kv_layers: tuple[int, ...] = (),
 ) -> Generator[RecordStream, None, None]:
     """The stream of a run. `folder` is the cache's; in hybrid mode the target is loaded only while rows are missing.
 
     Raises ValueError when the cache is of another target, other layers or another dtype, or lacks rows.
     """
-    spec = spec_for(config, target, layers)
+    spec = spec_for(config, target, layers, kv_layers)
     cache: Cache | None = None
     if config.mode == "offline":
         cache = Cache.open(folder, spec)
@@ -221,16 +224,26 @@ def open_stream(
             yield stream
         return
     with ExitStack() as opened:
-        source = opened.enter_context(open_source(config, target, layers, folder.parent, endpoints))
+        source = opened.enter_context(open_source(config, target, layers, folder.parent, endpoints, kv_layers))
         assert source.spec == spec, f"the source captures {source.spec}, the recipe wants {spec}"
         with closing(RecordStream(config, spec, rows, cache, source, opened.close)) as stream:
             del source  # the stream alone holds it, so that it can let it go
             yield stream
 
 
-def spec_for(config: HiddenStatesConfig, target: ResolvedTarget, layers: tuple[int, ...]) -> CaptureSpec:
-    """The spec of a capture, from the target's config alone: nothing is loaded."""
-    return capture_spec(target, layers, config.dtype, *target_shape(target))
+def spec_for(
+    config: HiddenStatesConfig, target: ResolvedTarget, layers: tuple[int, ...], kv_layers: tuple[int, ...] = ()
+) -> CaptureSpec:
+    """The spec of a capture, from the target's config alone: nothing is loaded.
+
+    Raises ValueError when the configured source cannot give the keys and values of `kv_layers`.
+    """
+    if kv_layers and config.source != "transformers":
+        raise ValueError(
+            f"hidden_states.source is {config.source}, but model.method also reads the target's keys and values, which "
+            "only transformers gives; set hidden_states.source to transformers"
+        )
+    return capture_spec(target, layers, config.dtype, text_config(target), kv_layers)
 
 
 def _device(name: str) -> str:

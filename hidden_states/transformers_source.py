@@ -1,6 +1,6 @@
 """Records from the target run by transformers in this process: token rows in, the residual stream at chosen layers out.
 
-    B rows in a batch, T tokens, L captured layers, H target width
+    B rows in a batch, T tokens, L captured layers, H target width, E features of keys and values
 
         ids        0        1              n-1       n
                    |        |               |        |
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.rows import Row
 from draftsmith.data.target import ResolvedTarget, load_model
+from draftsmith.hidden_states.key_values import kv_width, whole_pass
 from draftsmith.hidden_states.record import CaptureSpec, Record
 
 StatesDtype = Literal["bfloat16", "float32"]
@@ -45,12 +46,13 @@ class TransformersSource:
         dtype: StatesDtype = "bfloat16",
         device: str = "cpu",
         batch_rows: int = 1,
+        kv_layers: Sequence[int] = (),
     ) -> None:
         self.model = load_model(target, device)
         self.device = torch.device(device)
         self.batch_rows = batch_rows
         self.decoder, config = text_decoder(self.model)
-        self.spec = capture_spec(target, layers, dtype, int(config.num_hidden_layers), int(config.hidden_size))
+        self.spec = capture_spec(target, layers, dtype, config, kv_layers)
 
     def capture(self, rows: Iterable[Row]) -> Generator[Record, None, None]:
         """Records in the order of `rows`, which is read one look-ahead window at a time."""
@@ -76,45 +78,49 @@ class TransformersSource:
         tokens_BT = torch.zeros(self.batch_rows, padded_length, dtype=torch.int64)
         for index, row in enumerate(rows):
             tokens_BT[index, : len(row.input_ids)] = torch.tensor(row.input_ids)
-        states_BTLH = capture_states(self.decoder, tokens_BT.to(self.device), self.spec)
+        states_BTLH, kv_BTE = capture_states(self.decoder, tokens_BT.to(self.device), self.spec)
         # Copies, so that a record does not keep its whole batch in memory.
         return [
             Record(
                 row.row_id,
                 tokens_BT[index, : len(row.input_ids)].clone(),
                 states_BTLH[index, : len(row.input_ids)].cpu().clone(),
+                None if kv_BTE is None else kv_BTE[index, : len(row.input_ids)].cpu().clone(),
             )
             for index, row in enumerate(rows)
         ]
 
 
 def capture_spec(
-    target: ResolvedTarget, layers: Sequence[int], dtype: StatesDtype, num_layers: int, hidden_size: int
+    target: ResolvedTarget, layers: Sequence[int], dtype: StatesDtype, config: Any, kv_layers: Sequence[int] = ()
 ) -> CaptureSpec:
-    """The spec of a capture of `layers` (input-of ids) and of the last pre-norm state, ascending and without repeats.
+    """The spec of a capture of `layers` (input-of ids) and of the last pre-norm state, ascending and without repeats,
+    and of the keys and values of `kv_layers`; `config` is the target's text config.
 
     Raises ValueError naming the layer when the target has no such layer.
     """
+    num_layers = int(config.num_hidden_layers)
     wrong = [layer for layer in layers if not 0 <= layer <= num_layers]
     if wrong:
         raise ValueError(f"layer {wrong[0]} does not exist: input-of ids of this target are 0 to {num_layers}")
     return CaptureSpec(
         layers=tuple(sorted({*layers, num_layers})),
         dtype=dtype,
-        hidden_size=hidden_size,
+        hidden_size=int(config.hidden_size),
         target_weights=target.weights,
         tokenizer=target.tokenizer,
         chat_template=target.chat_template,
         target_dtype=target.dtype,
+        kv_layers=tuple(sorted(set(kv_layers))),
+        kv_width=kv_width(config, sorted(set(kv_layers))),
     )
 
 
-def target_shape(target: ResolvedTarget) -> tuple[int, int]:
-    """(number of layers, hidden size) of a target, from its config alone."""
+def text_config(target: ResolvedTarget) -> Any:
+    """The text part of a target's config; nothing else is loaded."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(target.path, local_files_only=True).get_text_config()
-    return int(config.num_hidden_layers), int(config.hidden_size)
+    return AutoConfig.from_pretrained(target.path, local_files_only=True).get_text_config()
 
 
 def text_decoder(model: Any) -> tuple[Any, Any]:
@@ -135,8 +141,9 @@ def text_decoder(model: Any) -> tuple[Any, Any]:
     )
 
 
-def capture_states(decoder: Any, tokens_BT: Tensor, spec: CaptureSpec) -> Tensor:
-    """Run the decoder (no lm_head) on right-padded tokens; states [B, T, L, H] of spec.layers in spec.dtype."""
+def capture_states(decoder: Any, tokens_BT: Tensor, spec: CaptureSpec) -> tuple[Tensor, Tensor | None]:
+    """Run the decoder (no lm_head) on right-padded tokens; states [B, T, L, H] of spec.layers in spec.dtype, and the
+    keys and values [B, T, E] of spec.kv_layers, if there are any."""
     layers = list(decoder.layers)
     found: dict[int, Tensor] = {}
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -157,8 +164,7 @@ def capture_states(decoder: Any, tokens_BT: Tensor, spec: CaptureSpec) -> Tensor
     ]
     handles.append(layers[-1].register_forward_hook(keep_output))
     try:
-        with torch.no_grad():
-            decoder(input_ids=tokens_BT, use_cache=False)
+        kv_BTE = whole_pass(decoder, tokens_BT, spec.kv_layers)
     finally:
         for handle in handles:
             handle.remove()
@@ -166,7 +172,8 @@ def capture_states(decoder: Any, tokens_BT: Tensor, spec: CaptureSpec) -> Tensor
     for layer in spec.layers:
         if tuple(found[layer].shape) != expected:
             raise ValueError(f"layer {layer} has states {tuple(found[layer].shape)}, expected {expected}")
-    return torch.stack([found[layer] for layer in spec.layers], dim=2)
+    states_BTLH = torch.stack([found[layer] for layer in spec.layers], dim=2)
+    return states_BTLH, None if kv_BTE is None else kv_BTE.to(dtype)
 
 
 def _length_classes(window: Sequence[Row]) -> dict[int, list[int]]:

@@ -1,6 +1,6 @@
 """Batch: the one contract between the data and the heads: B packed rows of T tokens with the target's states.
 
-    B rows, T tokens in a packed row, A auxiliary layers, H target width, F = A*H
+    B rows, T tokens in a packed row, A auxiliary layers, H target width, F = A*H, E key/value features
 
 A packed row holds several documents one after another; `document_ids_BT` tells them apart (-1 is padding) and
 `position_ids_BT` restarts at 0 in each. No head may let one document see another.
@@ -22,16 +22,21 @@ class Batch:
     position_ids_BT: Tensor  # int64, position inside the document
     aux_BTF: Tensor  # the captured auxiliary layers, concatenated in ascending layer order
     last_BTH: Tensor  # the residual stream after the last layer, before the final norm ("pre-norm")
+    kv_BTE: Tensor | None = None  # of each layer of needs.kv_layers, ascending: its keys, then its values; see there
 
     def __post_init__(self) -> None:
         rows = self.input_ids_BT.shape
-        for field in fields(self):
-            shape = getattr(self, field.name).shape
-            assert shape[:2] == rows, f"{field.name} has shape {tuple(shape)}, input_ids_BT {tuple(rows)}"
+        for name, tensor in self._tensors():
+            shape = tuple(tensor.shape)
+            assert shape[:2] == rows, f"{name} has shape {shape}, input_ids_BT {tuple(rows)}"
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on another device."""
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        return Batch(**{name: tensor.to(device) for name, tensor in self._tensors()})
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, tensor) for name, tensor in named if tensor is not None]
 
     def same_document(self, offset: int) -> Tensor:
         """bool [B, T]: token t+offset exists and is of the same document as token t (padding: False)."""

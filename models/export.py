@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
+from pydantic import BaseModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -109,6 +110,21 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
         raise ValueError(f"{folder}: {', '.join(absent)} are missing")
     fill(head, renamed, str(folder))
     return head.to(device)
+
+
+def continue_head(folder: Path, config: BaseModel, target: FrozenTarget, method: str) -> nn.Module:
+    """A head that goes on from an exported folder's weights (and draft vocabulary), to be trained further.
+
+    What `config` leaves at its default is as in the folder. Raises ValueError as `import_head` does, and naming every tensor
+    that what `config` says would give another shape.
+    """
+    start: Any = import_head(folder, target, method)
+    given = {name: value for name, value in config if value != type(config).model_fields[name].get_default()}
+    state = start.state_dict()
+    kept_ids = ids_of(state["d2t"]) if "d2t" in state else None
+    head: nn.Module = load_method(method).Head(type(config)(**(dict(start.config) | given)), target, kept_ids)
+    fill(head, state, str(folder))
+    return head
 
 
 class Hub(Protocol):
@@ -217,11 +233,14 @@ def _draft_probe(head: Any) -> Tensor:
     ids_R = torch.randint(0, target.vocab_size, (num_rows,), generator=generator)
     aux_RF = torch.randn(num_rows, num_features, generator=generator)
     last_RH = torch.randn(num_rows, target.hidden_size, generator=generator)
+    kv_RE = torch.randn(num_rows, head.needs.kv_width, generator=generator)
     state = head.start(1, torch.device("cpu"))
     probs = []
     for row in range(num_rows):
         one = slice(row, row + 1)
-        context = Context(ids_R[None, one], aux_RF[None, one], last_RH[None, one], *torch.tensor([[row], [1]]))
+        context = Context(
+            ids_R[None, one], aux_RF[None, one], last_RH[None, one], *torch.tensor([[row], [1]]), kv_BRE=kv_RE[None, one]
+        )
         draft = head.draft(state, context, 2, 1.0, torch.Generator().manual_seed(row))
         probs.append(draft.probs_BNV[0])
     return torch.cat(probs).float()

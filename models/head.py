@@ -3,7 +3,8 @@
 A method file defines
 
     Config          a frozen, strict pydantic model: every knob of the method, and only here
-    needs(config, target)   -> Needs: which states of the target it trains and drafts on
+    needs(config, target)   -> Needs: which states of the target it trains and drafts on. Raises ValueError for a
+                    target (its text config) that the method cannot serve
     Head(config, target, kept_ids=None) -> a module that fulfils the `Head` protocol below; kept_ids is the trimmed
                     draft vocabulary (ascending target ids), where the config asks for one
     read_export(fields, tensors, target)    -> Config: the settings of an exported folder, from its config.json and
@@ -36,6 +37,10 @@ class Needs:
     """
 
     aux_layers: tuple[int, ...]
+    # Decoder layers (0 is the first) whose keys and values are wanted too, ascending, as the target's cache holds them:
+    # normed and rotated. Per token and layer, the keys of all key/value heads side by side, then the values.
+    kv_layers: tuple[int, ...] = ()
+    kv_width: int = 0  # how many features these are per token, over all kv_layers
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Context:
     start_B: Tensor  # int64, position of row 0
     num_rows_B: Tensor  # int64, at least 1 for a live sequence
     ids_BR: Tensor | None = None  # int64, x[p] of row p; the runtime always gives it, learned heads do not need it
+    kv_BRE: Tensor | None = None  # keys and values of needs.kv_layers, where there are any
 
 
 @dataclass(frozen=True)

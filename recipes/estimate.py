@@ -99,12 +99,12 @@ def estimate(recipe: Recipe) -> Estimate:
     """Estimate a run. Resolves the target's config (a built-in target is fetched), loads no weights."""
     target = resolve_target(recipe.target)
     config = _text_config(target)
-    layers = load_method(recipe.method).needs(recipe.model, config).aux_layers
-    size = _size(recipe, target, config, len(layers))
+    needs = load_method(recipe.method).needs(recipe.model, config)
+    size = _size(recipe, target, config, len(needs.aux_layers))
     tokens, num_rows, assumed = _tokens(recipe)
     flops, free_memory, where = _machine()
     states = recipe.hidden_states
-    spec = spec_for(states, target, layers)
+    spec = spec_for(states, target, needs.aux_layers, needs.kv_layers)
     cache = 0 if states.mode == "online" else estimate_bytes(tokens, num_rows, spec)
     passes = 2 * size.target_parameters * tokens / flops
     disk = shutil.disk_usage(_existing_parent(recipe.output_dir))

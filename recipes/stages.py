@@ -11,10 +11,10 @@ import json
 import os
 import platform
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -23,20 +23,27 @@ from draftsmith.data.artefact import MANIFEST, Artefact, fingerprint, read_artef
 from draftsmith.data.progress import Progress, progress
 from draftsmith.data.prompts import build_prompts
 from draftsmith.data.responses import generate_responses
-from draftsmith.data.rows import Rows, Split, build_rows, load_rows, provenance_mismatches
-from draftsmith.data.target import ResolvedTarget, resolve_target
+from draftsmith.data.rows import Row, Rows, Split, build_rows, load_rows, provenance_mismatches
+from draftsmith.data.target import ResolvedTarget, checkpoint_fingerprint, locate, resolve_target
 from draftsmith.data.vocab import DraftVocabulary, build_draft_vocab
 from draftsmith.eval.replay import make_probe
 from draftsmith.eval.run import evaluate
 from draftsmith.hidden_states.cache import Cache
 from draftsmith.hidden_states.parity import check_parity
 from draftsmith.hidden_states.record import CaptureSpec, Record
-from draftsmith.hidden_states.stream import HiddenStatesConfig, build_states, open_source, open_stream, spec_for
+from draftsmith.hidden_states.stream import (
+    HiddenStatesConfig,
+    RecordStream,
+    build_states,
+    open_source,
+    open_stream,
+    spec_for,
+)
 from draftsmith.hidden_states.vllm_server import ServerConfig, launch, vllm_python
 from draftsmith.models.card import Card
 from draftsmith.models.checkpoint import save_head
-from draftsmith.models.export import ExportReport, export_head
-from draftsmith.models.head import Needs, load_method
+from draftsmith.models.export import ExportReport, continue_head, export_head
+from draftsmith.models.head import Head, Needs, load_method
 from draftsmith.models.target import FrozenTarget
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.engine import device_of_this_process
@@ -80,6 +87,11 @@ class Run:
         return needs
 
     @cached_property
+    def spec(self) -> CaptureSpec:
+        """What is captured. Raises ValueError when the configured source cannot give it."""
+        return spec_for(self.recipe.hidden_states, self.target, self.needs.aux_layers, self.needs.kv_layers)
+
+    @cached_property
     def frozen_config(self) -> Any:
         """The text part of the target's transformers config."""
         from transformers import AutoConfig
@@ -98,7 +110,7 @@ class Run:
         if self._server_url is None:
             recipe = self.recipe
             capture = recipe.hidden_states.source == "vllm" and not recipe.hidden_states.endpoints
-            layers = spec_for(recipe.hidden_states, self.target, self.needs.aux_layers).layers if capture else None
+            layers = self.spec.layers if capture else None
             log = self.folder / "logs" / "vllm.log"
             server = self._opened.enter_context(launch(self.target, recipe.hidden_states.server, log, layers))
             self._server_url = server.url
@@ -133,7 +145,10 @@ def target_stage(run: Run) -> None:
             vllm_python(server)
         except ValueError as error:
             raise ValueError(f"{setting} is vllm: {error}") from error
-    print(f"target {run.target.name}: {run.target.path}, layers {', '.join(map(str, needs.aux_layers))}", flush=True)
+    layers = f"layers {', '.join(map(str, needs.aux_layers))}"
+    if run.spec.kv_layers:
+        layers += f", keys and values of layers {', '.join(map(str, needs.kv_layers))}"
+    print(f"target {run.target.name}: {run.target.path}, {layers}", flush=True)
 
 
 def _servers_to_launch(run: Run) -> list[tuple[str, ServerConfig]]:
@@ -174,7 +189,7 @@ def hidden_states_stage(run: Run) -> None:
     splits: list[tuple[Split, HiddenStatesConfig]] = [("eval", run.eval_states), ("train", config)]
     rows = {split: load_rows(run.folder / "rows", split) for split, _ in splits}
     parity = run.folder / "hidden_states" / "parity.json"
-    spec = spec_for(config, run.target, run.needs.aux_layers)
+    spec = run.spec
     wanted = fingerprint([spec.to_json(), config.source])
     is_proven = parity.is_file() and json.loads(parity.read_text())["spec"] == wanted
     todo = [
@@ -186,7 +201,8 @@ def hidden_states_stage(run: Run) -> None:
         return
     launches = config.source == "vllm" and not config.endpoints
     endpoints = run.endpoints() if launches else ()
-    with open_source(config, run.target, run.needs.aux_layers, run.folder / "logs", endpoints) as source:
+    needs, logs = run.needs, run.folder / "logs"
+    with open_source(config, run.target, needs.aux_layers, logs, endpoints, needs.kv_layers) as source:
         if not is_proven:
             frozen = run.frozen(torch.float32)
             report = check_parity(source, rows["train"], run.target, teacher=lambda last: frozen.logits(last.float()))
@@ -209,15 +225,18 @@ def train_stage(recipe: Recipe) -> None:
 def _train(run: Run) -> None:
     recipe, folder = run.recipe, run.folder / "train"
     train_rows, eval_rows = (load_rows(run.folder / "rows", split) for split in ("train", "eval"))
-    spec = spec_for(recipe.hidden_states, run.target, run.needs.aux_layers)
+    spec = run.spec
+    start = None if recipe.train.init_from is None else locate(recipe.train.init_from, "train.init_from")
     key = {
-        "config": recipe.train.model_dump(mode="json"),
+        "config": recipe.train.model_dump(mode="json", exclude={"init_from"}),
         "method": recipe.method,
         "model": recipe.model.model_dump(mode="json"),
         "target": run.target.key(),
         "states": spec.to_json(),
         "rows": read_artefact(run.folder / "rows", "rows").fingerprint,
     }
+    if start is not None:  # absent otherwise, so that it is the key of runs from before there was the setting
+        key["init_from"] = checkpoint_fingerprint(start)
     is_main = _is_main()
     if is_main:
         artefact = Artefact.open(folder, "train", key)
@@ -229,19 +248,19 @@ def _train(run: Run) -> None:
     device = device_of_this_process()
     frozen = run.frozen(torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32, device)
     torch.manual_seed(recipe.train.seed)
-    vocabulary = _draft_vocabulary(recipe, train_rows, frozen)
-    head = load_method(recipe.method).Head(recipe.model, frozen, None if vocabulary is None else vocabulary.kept_ids)
+    head = _new_head(recipe, train_rows, frozen) if start is None else _continued_head(run, start, frozen)
     endpoints = run.endpoints() if _launches_while_training(recipe) else ()
-    layers = run.needs.aux_layers
+    needs = run.needs
     with ExitStack() as opened:
+        states = run.states_folder("train")
         stream = opened.enter_context(
-            open_stream(recipe.hidden_states, run.target, layers, train_rows, run.states_folder("train"), endpoints)
+            open_stream(
+                recipe.hidden_states, run.target, needs.aux_layers, train_rows, states, endpoints, needs.kv_layers
+            )
         )
         probe = None
         if len(eval_rows):
-            held_out = opened.enter_context(
-                open_stream(run.eval_states, run.target, layers, eval_rows, run.states_folder("eval"))
-            )
+            held_out = opened.enter_context(_held_out_states(run, eval_rows))
             probe = make_probe(list(eval_rows), held_out, frozen, max(recipe.eval.num_speculative_tokens))
         extra = {"target": run.target.key(), "target_name": run.target.name, "recipe": recipe.name}
 
@@ -329,8 +348,7 @@ def eval_stage(run: Run) -> None:
     with ExitStack() as opened:
         stream = None
         if rows:
-            states = run.states_folder("eval")
-            stream = opened.enter_context(open_stream(run.eval_states, run.target, run.needs.aux_layers, rows, states))
+            stream = opened.enter_context(_held_out_states(run, rows))
         evaluate(recipe.eval, run.target, weights, exported, rows, stream, folder)
     measured = [(name, cell) for name, cells in read_report(folder)["workloads"].items() for cell in cells]
     acceptance = [
@@ -409,6 +427,30 @@ def only_writer(folder: Path) -> Generator[None]:
         file.write(f"{os.getpid()} on {platform.node()}")
         file.flush()
         yield
+
+
+def _held_out_states(run: Run, rows: Sequence[Row]) -> AbstractContextManager[RecordStream]:
+    needs, folder = run.needs, run.states_folder("eval")
+    return open_stream(run.eval_states, run.target, needs.aux_layers, rows, folder, kv_layers=needs.kv_layers)
+
+
+def _new_head(recipe: Recipe, rows: Rows, frozen: FrozenTarget) -> nn.Module:
+    vocabulary = _draft_vocabulary(recipe, rows, frozen)
+    kept_ids = None if vocabulary is None else vocabulary.kept_ids
+    head: nn.Module = load_method(recipe.method).Head(recipe.model, frozen, kept_ids)
+    return head
+
+
+def _continued_head(run: Run, start: Path, frozen: FrozenTarget) -> nn.Module:
+    head = continue_head(start, run.recipe.model, frozen, run.recipe.method)
+    found, wanted = cast(Head, head).needs, run.needs
+    if found != wanted:
+        raise ValueError(
+            f"train.init_from is {run.recipe.train.init_from!r}, whose head reads layers {found.aux_layers} and keys and "
+            f"values of {found.kv_layers}; by the recipe it would be {wanted.aux_layers} and {wanted.kv_layers}. Write "
+            "its settings into the section `model`."
+        )
+    return head
 
 
 def _draft_vocabulary(recipe: Recipe, rows: Rows, frozen: FrozenTarget) -> DraftVocabulary | None:

@@ -197,13 +197,21 @@ def _windows(
 class Packer:
     """Rows and records -> one packed batch. It knows which captured layers the head wants."""
 
-    def __init__(self, spec: CaptureSpec, aux_layers: tuple[int, ...], config: TrainConfig) -> None:
+    def __init__(
+        self, spec: CaptureSpec, aux_layers: tuple[int, ...], config: TrainConfig, kv_layers: tuple[int, ...] = ()
+    ) -> None:
         missing = [layer for layer in aux_layers if layer not in spec.layers]
         if missing:
             raise ValueError(
                 f"the head needs the target's layers {missing}, but the hidden states hold {list(spec.layers)}"
             )
+        if kv_layers and kv_layers != spec.kv_layers:
+            raise ValueError(
+                f"the head needs the keys and values of the target's layers {list(kv_layers)}, but the hidden states "
+                f"hold those of {list(spec.kv_layers)}"
+            )
         self.aux_indices = [spec.layers.index(layer) for layer in sorted(aux_layers)]
+        self._kv_width = spec.kv_width if kv_layers else None
         self.spec = spec
         self._max_tokens = config.tokens_per_batch
         self._dtype = torch.float32 if config.precision == "fp32" else None
@@ -222,6 +230,7 @@ class Packer:
         positions_T = torch.zeros(length, dtype=torch.int64)
         dtype = self._dtype or records[0].states_TLH.dtype
         states_TLH = torch.zeros(length, len(self.spec.layers), self.spec.hidden_size, dtype=dtype)
+        kv_TE = None if self._kv_width is None else torch.zeros(length, self._kv_width, dtype=dtype)
         start = 0
         for document, (row, record) in enumerate(zip(rows, records, strict=True)):
             here = slice(start, start + len(row.input_ids))
@@ -230,8 +239,10 @@ class Packer:
             documents_T[here] = document
             positions_T[here] = torch.arange(len(row.input_ids))
             states_TLH[here] = record.states_TLH
+            if kv_TE is not None and record.kv_TE is not None:
+                kv_TE[here] = record.kv_TE
             start = here.stop
-        return self._batch(ids_T, mask_T, documents_T, positions_T, states_TLH)
+        return self._batch(ids_T, mask_T, documents_T, positions_T, states_TLH, kv_TE)
 
     def dummy(self) -> Batch:
         """A supervised batch that stands in where a rank has none; the engine trains on it with weight 0.
@@ -243,10 +254,18 @@ class Packer:
         dtype = self._dtype or getattr(torch, self.spec.dtype)
         generator = torch.Generator().manual_seed(0)
         states_TLH = torch.randn(length, len(self.spec.layers), self.spec.hidden_size, generator=generator).to(dtype)
-        return self._batch(zeros_T, torch.ones(length, dtype=torch.bool), zeros_T, torch.arange(length), states_TLH)
+        kv_TE = None if self._kv_width is None else torch.randn(length, self._kv_width, generator=generator).to(dtype)
+        ones_T = torch.ones(length, dtype=torch.bool)
+        return self._batch(zeros_T, ones_T, zeros_T, torch.arange(length), states_TLH, kv_TE)
 
     def _batch(
-        self, ids_T: Tensor, mask_T: Tensor, documents_T: Tensor, positions_T: Tensor, states_TLH: Tensor
+        self,
+        ids_T: Tensor,
+        mask_T: Tensor,
+        documents_T: Tensor,
+        positions_T: Tensor,
+        states_TLH: Tensor,
+        kv_TE: Tensor | None,
     ) -> Batch:
         return Batch(
             input_ids_BT=ids_T[None],
@@ -255,6 +274,7 @@ class Packer:
             position_ids_BT=positions_T[None],
             aux_BTF=states_TLH[:, self.aux_indices].flatten(1)[None],
             last_BTH=states_TLH[:, -1].contiguous()[None],
+            kv_BTE=None if kv_TE is None else kv_TE[None],
         )
 
 

@@ -18,6 +18,13 @@ class TrainConfig(BaseModel, extra="forbid", frozen=True):
         "A budget makes a run depend on the machine's speed: it is not reproducible bit for bit.",
     )
 
+    init_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Exported head, folder or Hugging Face id, whose weights training starts from; settings of the "
+        "section `model` that are left at their default are those of that head.",
+    )
+
     optimizer: Literal["adamw", "muon"] = Field(
         default="adamw",
         description="muon: matrices by Muon (match_rms_adamw), embeddings, lm_head and vectors by AdamW.",

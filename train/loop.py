@@ -68,7 +68,8 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(config.seed)
     accelerator = make_accelerator(config, folder)
-    packer = Packer(stream.spec, cast(Head, head).needs.aux_layers, config)
+    needs = cast(Head, head).needs
+    packer = Packer(stream.spec, needs.aux_layers, config, needs.kv_layers)
     _check_frozen(frozen, stream, accelerator.device)
     engine = Engine(accelerator, config, head, packer.dummy())
     plan = Plan(rows, config, engine.world)

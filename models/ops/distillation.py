@@ -35,6 +35,11 @@ class Lens:
     target_all_VH: Tensor | None  # the whole target head, where the loss needs the mass outside the draft vocabulary
     softcap: float | None
     dtype: torch.dtype  # of the matrix products
+    is_draft_capped: bool = True  # whether the softcap is on the draft's logits too
+
+    @property
+    def draft_softcap(self) -> float | None:
+        return self.softcap if self.is_draft_capped else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ def eager_distil(
         ).logsumexp(-1)
     losses, tops = [], []
     for student_RH, weight_R in zip(student_KRH, weight_KR, strict=True):
-        logits = softcap(F.linear(student_RH.to(lens.dtype), lens.draft_VH.to(lens.dtype)).float(), lens.softcap)
+        logits = F.linear(student_RH.to(lens.dtype), lens.draft_VH.to(lens.dtype)).float()
+        logits = softcap(logits, lens.draft_softcap)
         losses.append((dense_loss(name, logits, target, lse) * weight_R).sum())
         tops.append(((logits.argmax(-1) == target.argmax(-1)) * weight_R).sum())
     return Distilled(torch.stack(losses), torch.stack(tops).detach())
@@ -89,13 +95,13 @@ class _Distillation(torch.autograd.Function):
                 if not weight_R.any():
                     continue
                 hidden = student_RH[rows].to(lens.dtype)
-                logits = softcap(draft.to_logits(hidden), lens.softcap)
+                logits = softcap(draft.to_logits(hidden), lens.draft_softcap)
                 chunk = loss_and_gradient(name, logits, teacher)
                 loss_K[k] += chunk.value_R @ weight_R
                 top1_K[k] += chunk.is_top_R.float() @ weight_R
                 grad_RV = chunk.grad_RV
-                if lens.softcap is not None:
-                    grad_RV = grad_RV * (1 - (logits.float() / lens.softcap) ** 2)
+                if lens.draft_softcap is not None:
+                    grad_RV = grad_RV * (1 - (logits.float() / lens.draft_softcap) ** 2)
                 grad_RV = grad_RV.to(lens.dtype)
                 grads[k][rows] = draft.back(grad_RV).to(student_RH.dtype) * weight_R[:, None].to(student_RH.dtype)
                 if trains_head:
