@@ -154,7 +154,9 @@ def _locate(config: TargetConfig, cache: Path) -> Path:
     if config.model in BUILT_IN:
         return _built_in(config.model, cache)
     patterns = _DOWNLOAD_PATTERNS + (["*.py"] if config.trust_remote_code else [])
-    return locate(config.model, "target.model", config.revision, patterns, f" nor a built-in name ({', '.join(BUILT_IN)})")
+    return locate(
+        config.model, "target.model", config.revision, patterns, f" nor a built-in name ({', '.join(BUILT_IN)})"
+    )
 
 
 def locate(
@@ -169,7 +171,9 @@ def locate(
         return folder.resolve()
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         is_neither = "neither " if other else "not "
-        raise ValueError(f"{setting} is {name!r}: no such folder, and {is_neither}a Hugging Face id (owner/name){other}")
+        raise ValueError(
+            f"{setting} is {name!r}: no such folder, and {is_neither}a Hugging Face id (owner/name){other}"
+        )
     from huggingface_hub import snapshot_download
 
     try:

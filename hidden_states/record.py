@@ -39,8 +39,8 @@ class CaptureSpec:
     @classmethod
     def of_json(cls, fields: dict[str, Any]) -> "CaptureSpec":
         """The spec that `to_json` wrote."""
-        tuples = {name: tuple(fields[name]) for name in ("layers", "kv_layers") if name in fields}
-        return cls(**(fields | tuples))
+        read: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+        return cls(**read)
 
 
 @dataclass(frozen=True)

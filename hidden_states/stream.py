@@ -59,7 +59,7 @@ class HiddenStatesConfig(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _refuse_unused_settings(self) -> "HiddenStatesConfig":
-        unused = {"transformers": ("endpoints", "client", "server"), "vllm": ("device", "batch_rows")}[self.source]
+        unused = {"transformers": ("endpoints", "client"), "vllm": ("device", "batch_rows")}[self.source]
         for name in unused:
             if name in self.model_fields_set and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(

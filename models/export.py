@@ -115,8 +115,8 @@ def import_head(folder: Path, target: FrozenTarget, method: str, device: torch.d
 def continue_head(folder: Path, config: BaseModel, target: FrozenTarget, method: str) -> nn.Module:
     """A head that goes on from an exported folder's weights (and draft vocabulary), to be trained further.
 
-    What `config` leaves at its default is as in the folder. Raises ValueError as `import_head` does, and naming every tensor
-    that what `config` says would give another shape.
+    What `config` leaves at its default is as in the folder. Raises ValueError as `import_head` does, and naming every
+    tensor that `config` would give another shape.
     """
     start: Any = import_head(folder, target, method)
     given = {name: value for name, value in config if value != type(config).model_fields[name].get_default()}
@@ -238,8 +238,9 @@ def _draft_probe(head: Any) -> Tensor:
     probs = []
     for row in range(num_rows):
         one = slice(row, row + 1)
+        start_B, num_rows_B = torch.tensor([[row], [1]])
         context = Context(
-            ids_R[None, one], aux_RF[None, one], last_RH[None, one], *torch.tensor([[row], [1]]), kv_BRE=kv_RE[None, one]
+            ids_R[None, one], aux_RF[None, one], last_RH[None, one], start_B, num_rows_B, kv_BRE=kv_RE[None, one]
         )
         draft = head.draft(state, context, 2, 1.0, torch.Generator().manual_seed(row))
         probs.append(draft.probs_BNV[0])

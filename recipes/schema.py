@@ -21,6 +21,7 @@ from draftsmith.data.rows import RowsConfig
 from draftsmith.data.target import TargetConfig
 from draftsmith.eval.config import EvalConfig
 from draftsmith.hidden_states.stream import HiddenStatesConfig
+from draftsmith.hidden_states.vllm_server import ServerConfig
 from draftsmith.models.head import available_methods, load_method
 from draftsmith.train.config import TrainConfig
 
@@ -174,6 +175,14 @@ def _engines_that_contradict(recipe: Recipe) -> list[str]:
         found.append(
             f"eval.engines holds replay but responses.temperature is {recipe.responses.temperature}: only greedy "
             "answers can be replayed; remove replay or set responses.temperature: 0"
+        )
+    launches = recipe.hidden_states.source == "vllm" or (
+        recipe.responses.engine == "vllm" and not recipe.responses.endpoints
+    )
+    if recipe.hidden_states.server != ServerConfig() and not launches:
+        found.append(
+            "hidden_states.server is set but neither hidden_states.source nor responses.engine is vllm with a server to "
+            "launch; remove it or change one of them"
         )
     return found
 

@@ -248,7 +248,12 @@ def _train(run: Run) -> None:
     device = device_of_this_process()
     frozen = run.frozen(torch.bfloat16 if recipe.train.precision == "bf16" else torch.float32, device)
     torch.manual_seed(recipe.train.seed)
-    head = _new_head(recipe, train_rows, frozen) if start is None else _continued_head(run, start, frozen)
+    if start is None:
+        vocabulary = _draft_vocabulary(recipe, train_rows, frozen)
+        kept_ids = None if vocabulary is None else vocabulary.kept_ids
+        head = load_method(recipe.method).Head(recipe.model, frozen, kept_ids)
+    else:
+        vocabulary, head = None, _continued_head(run, start, frozen)
     endpoints = run.endpoints() if _launches_while_training(recipe) else ()
     needs = run.needs
     with ExitStack() as opened:
@@ -434,21 +439,14 @@ def _held_out_states(run: Run, rows: Sequence[Row]) -> AbstractContextManager[Re
     return open_stream(run.eval_states, run.target, needs.aux_layers, rows, folder, kv_layers=needs.kv_layers)
 
 
-def _new_head(recipe: Recipe, rows: Rows, frozen: FrozenTarget) -> nn.Module:
-    vocabulary = _draft_vocabulary(recipe, rows, frozen)
-    kept_ids = None if vocabulary is None else vocabulary.kept_ids
-    head: nn.Module = load_method(recipe.method).Head(recipe.model, frozen, kept_ids)
-    return head
-
-
 def _continued_head(run: Run, start: Path, frozen: FrozenTarget) -> nn.Module:
     head = continue_head(start, run.recipe.model, frozen, run.recipe.method)
     found, wanted = cast(Head, head).needs, run.needs
     if found != wanted:
         raise ValueError(
-            f"train.init_from is {run.recipe.train.init_from!r}, whose head reads layers {found.aux_layers} and keys and "
-            f"values of {found.kv_layers}; by the recipe it would be {wanted.aux_layers} and {wanted.kv_layers}. Write "
-            "its settings into the section `model`."
+            f"train.init_from is {run.recipe.train.init_from!r}, whose head reads layers {found.aux_layers} and keys "
+            f"and values of {found.kv_layers}; by the recipe it would be {wanted.aux_layers} and {wanted.kv_layers}. "
+            "Write its settings into the section `model`."
         )
     return head
 

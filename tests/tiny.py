@@ -13,8 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -25,7 +28,7 @@ from transformers import (
 
 from draftsmith.data.rows import Row
 from draftsmith.models.batch import Batch
-from draftsmith.models.head import load_method
+from draftsmith.models.head import Needs, load_method
 from draftsmith.models.target import FrozenTarget
 
 VOCAB = 512
@@ -34,6 +37,20 @@ _MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma4": (Gemma4TextConfig, Gemma4ForCausalLM),
+}
+# Gemma 4 as its 26B-A4B and 31B are: layer types with heads of their own, keys that are the values before their norm.
+_GEMMA4 = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 0,
+    "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
 }
 _CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -54,6 +71,20 @@ def tiny_target(
 
     head_dim is 32, the smallest that vLLM serves on a CPU. `std` is large enough that the greedy continuations vary.
     """
+    model_class = _MODELS[kind][1]
+    torch.manual_seed(seed)
+    model = model_class(tiny_config(kind, initializer_range=std, **config))
+    with torch.no_grad():  # gains as after training: a norm of exactly one would hide a wrong norm
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.to(dtype).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tiny_config(kind: str, **config: Any) -> Any:
+    """The transformers config of a tiny target."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -67,18 +98,25 @@ def tiny_target(
         "eos_token_id": EOS,
         "pad_token_id": EOS,
         "tie_word_embeddings": False,
-        "initializer_range": std,
     }
-    config_class, model_class = _MODELS[kind]
-    torch.manual_seed(seed)
-    model = model_class(config_class(**sizes | config))
-    with torch.no_grad():  # gains as after training: a norm of exactly one would hide a wrong norm
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-    model.to(dtype).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    if kind == "gemma4":
+        num_layers = config.get("num_hidden_layers", sizes["num_hidden_layers"])
+        is_full = [i % 3 == 2 or i == num_layers - 1 for i in range(num_layers)]
+        sizes |= _GEMMA4 | {"layer_types": ["full_attention" if each else "sliding_attention" for each in is_full]}
+    return _MODELS[kind][0](**sizes | config)
+
+
+def fitting_kind(method: str, kinds: Sequence[str] = ("qwen3", "gemma4")) -> str:
+    """The first of these kinds of targets that the method can serve: its `needs` does not refuse it."""
+    module, refusals = load_method(method), []
+    for kind in kinds:
+        try:
+            module.needs(module.Config(), tiny_config(kind))
+        except ValueError as error:
+            refusals.append(f"{kind}: {error}")
+        else:
+            return kind
+    raise AssertionError(f"no tiny target is one that {method} can serve; {'; '.join(refusals)}")
 
 
 @lru_cache(maxsize=1)
@@ -115,17 +153,20 @@ def tiny_rows(
 
 
 def tiny_batch(
-    target: Path, packs: Sequence[Sequence[Row]], aux_layers: Sequence[int], *, num_tokens: int | None = None
+    target: Path, packs: Sequence[Sequence[Row]], needs: Needs | Sequence[int], *, num_tokens: int | None = None
 ) -> Batch:
     """Pack rows, one list per packed row, with the target's own states; pad to `num_tokens` or the longest pack.
 
-    Padding holds token 0, document -1 and states of 7.0: a value that would be noticed if it were ever read.
+    `needs` is the head's, or its auxiliary layers. Padding holds token 0, document -1 and states of 7.0: a value that
+    would be noticed if it were ever read.
     """
+    needs = needs if isinstance(needs, Needs) else Needs(tuple(needs))
     width = num_tokens or max(sum(len(row.input_ids) for row in pack) for pack in packs)
     size, hidden = len(packs), _load(target).config.get_text_config().hidden_size
     ids, documents = torch.zeros(size, width, dtype=torch.int64), torch.full((size, width), -1)
     mask, positions = torch.zeros(size, width, dtype=torch.bool), torch.zeros(size, width, dtype=torch.int64)
-    aux = torch.full((size, width, len(aux_layers) * hidden), 7.0)
+    aux = torch.full((size, width, len(needs.aux_layers) * hidden), 7.0)
+    kv = torch.full((size, width, needs.kv_width), 7.0) if needs.kv_layers else None
     last = torch.full((size, width, hidden), 7.0)
     for packed, pack in enumerate(packs):
         start = 0
@@ -136,8 +177,10 @@ def tiny_batch(
             mask[packed, span] = torch.tensor(row.loss_mask)
             documents[packed, span] = document
             positions[packed, span] = torch.arange(len(row.input_ids))
-            aux[packed, span], last[packed, span] = capture(target, row.input_ids, aux_layers)
-    return Batch(ids, mask, documents, positions, aux, last)
+            aux[packed, span], last[packed, span] = capture(target, row.input_ids, needs.aux_layers)
+            if kv is not None:
+                kv[packed, span] = keys_and_values(target, row.input_ids, needs.kv_layers)
+    return Batch(ids, mask, documents, positions, aux, last, kv)
 
 
 def capture(target: Path, ids: Sequence[int], aux_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -162,6 +205,15 @@ def capture(target: Path, ids: Sequence[int], aux_layers: Sequence[int]) -> tupl
         for hook in hooks:
             hook.remove()
     return torch.cat([found[layer] for layer in aux_layers], dim=-1), found[len(layers)]
+
+
+def keys_and_values(target: Path, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+    """What transformers' own cache holds of these layers after one sequence: keys, then values, of each [T, E]."""
+    cache = DynamicCache()  # without a config: sliding layers keep everything
+    with torch.no_grad():
+        _load(target)(torch.tensor([list(ids)]), use_cache=True, cache=cache)
+    found = [x[0].transpose(0, 1).flatten(1) for j in layers for x in (cache.layers[j].keys, cache.layers[j].values)]
+    return torch.cat(found, dim=-1).float()
 
 
 def greedy_next(target: Path, ids: Sequence[int]) -> int:

@@ -114,3 +114,19 @@ def test_each_layer_type_gets_its_mask() -> None:
     hidden = float("-inf")
     assert masks["full_attention"][1, 0, 0].tolist() == [0, 0, hidden, hidden]
     assert masks["sliding_attention"][0, 0, 0].tolist() == [hidden, hidden, 0, 0]
+
+
+def test_rows_are_what_the_cache_holds_at_their_positions_keys_before_values() -> None:
+    cache = RowCache(2, 2)
+    cache.begin(6)
+    torch.manual_seed(0)
+    shapes = [(2, 3, 4), (2, 1, 8)]  # the second layer has heads of its own
+    written = [[torch.randn(b, g, 6, d) for _ in range(2)] for b, g, d in shapes]
+    for layer, pair in zip(cache.layers, written, strict=True):
+        layer.update(*pair)
+    positions_BR = torch.tensor([[4, 5, 0], [1, 2, 3]])
+    found_BRE = cache.rows((0, 1), positions_BR)
+    assert found_BRE.shape == (2, 3, 2 * 3 * 4 + 2 * 8)
+    for b, r in ((0, 0), (0, 2), (1, 1)):
+        at = [x[b, :, positions_BR[b, r]].flatten() for pair in written for x in pair]
+        assert torch.equal(found_BRE[b, r], torch.cat(at))

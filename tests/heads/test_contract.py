@@ -3,13 +3,15 @@
 B packed rows, T tokens in a packed row, N proposed tokens
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, tiny_batch, tiny_head, tiny_kept_ids, tiny_rows, tiny_target
+from tiny import VOCAB, fitting_kind, tiny_batch, tiny_head, tiny_kept_ids, tiny_rows, tiny_target
 from torch import Tensor
 
 from draftsmith.models.batch import Batch
@@ -28,19 +30,31 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_target(tmp_path_factory.mktemp("target"), "qwen3")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """targets(method) -> a tiny target that the method can serve."""
 
+    @cache
+    def of_kind(kind: str) -> Path:
+        return tiny_target(tmp_path_factory.mktemp("target"), kind)
 
-@pytest.fixture(scope="module")
-def frozen(target: Path) -> FrozenTarget:
-    return FrozenTarget.load(target, torch.float32)
+    return lambda method: of_kind(fitting_kind(method))
 
 
 @pytest.fixture(params=CASES)
-def head(request: pytest.FixtureRequest, frozen: FrozenTarget) -> Any:
-    method, kept_ids = request.param
-    return tiny_head(method, frozen, kept_ids=kept_ids)
+def case(request: pytest.FixtureRequest) -> Any:
+    """(method, kept ids)"""
+    return request.param
+
+
+@pytest.fixture
+def target(case: Any, targets: Callable[[str], Path]) -> Path:
+    return targets(case[0])
+
+
+@pytest.fixture
+def head(case: Any, target: Path) -> Any:
+    method, kept_ids = case
+    return tiny_head(method, FrozenTarget.load(target, torch.float32), kept_ids=kept_ids)
 
 
 def total(head: Any, batch: Batch) -> Tensor:
@@ -71,6 +85,7 @@ def at_row(batch: Batch, b: int, start: int, first: int, last: int) -> Context:
         batch.last_BTH[b : b + 1, span],
         torch.tensor([first]),
         torch.tensor([last - first]),
+        kv_BRE=None if batch.kv_BTE is None else batch.kv_BTE[b : b + 1, span],
     )
 
 
@@ -88,11 +103,26 @@ def together(contexts: list[Context]) -> Context:
         torch.cat([padded(c.last_BRH, 7.0) for c in contexts]),
         torch.cat([c.start_B for c in contexts]),
         torch.cat([c.num_rows_B for c in contexts]),
+        kv_BRE=torch.cat([padded(kv, 7.0) for kv in found]) if (found := _keys_and_values(contexts)) else None,
     )
 
 
+def _keys_and_values(contexts: list[Context]) -> list[Tensor]:
+    return [c.kv_BRE for c in contexts if c.kv_BRE is not None]
+
+
+def changed(batch: Batch, span: slice) -> Batch:
+    """Other tokens and other states at these positions of the first packed row."""
+    ids, states = batch.input_ids_BT.clone(), {name: getattr(batch, name) for name in ("aux_BTF", "last_BTH", "kv_BTE")}
+    ids[0, span] = (ids[0, span] + 17) % VOCAB
+    states = {name: tensor.clone() for name, tensor in states.items() if tensor is not None}
+    for name, tensor in states.items():
+        tensor[0, span] += -1.0 if name == "last_BTH" else 1.0
+    return replace(batch, input_ids_BT=ids, **states)
+
+
 def test_terms_counts_and_metrics_have_the_promised_shapes(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20, 9]), tiny_rows([26])], head.needs.aux_layers, num_tokens=32)
+    batch = tiny_batch(target, [tiny_rows([20, 9]), tiny_rows([26])], head.needs, num_tokens=32)
     counts = head.counts(batch)
     terms, metrics = head(batch)
     assert terms.keys() == counts.keys() and terms
@@ -107,7 +137,7 @@ def test_terms_counts_and_metrics_have_the_promised_shapes(head: Any, target: Pa
 
 
 def test_the_loss_falls_on_one_batch(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     losses = []
     for _ in range(30):
@@ -120,13 +150,9 @@ def test_the_loss_falls_on_one_batch(head: Any, target: Path) -> None:
 
 
 def test_changing_the_future_changes_no_earlier_proposal(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs)
     before, changed_at = head.propose(batch, 3), 11
-    ids, aux, last = batch.input_ids_BT.clone(), batch.aux_BTF.clone(), batch.last_BTH.clone()
-    ids[0, changed_at:20] = (ids[0, changed_at:20] + 17) % VOCAB
-    aux[0, changed_at:20] += 1.0
-    last[0, changed_at:20] -= 1.0
-    after = head.propose(replace(batch, input_ids_BT=ids, aux_BTF=aux, last_BTH=last), 3)
+    after = head.propose(changed(batch, slice(changed_at, 20)), 3)
     # Row t sees the states 0..t and the token t+1: rows up to changed_at - 2 see nothing of the change.
     assert torch.equal(after[0, : changed_at - 1], before[0, : changed_at - 1])
     assert not torch.equal(after[0, changed_at - 1 : 19], before[0, changed_at - 1 : 19]), "the change had no effect"
@@ -134,24 +160,20 @@ def test_changing_the_future_changes_no_earlier_proposal(head: Any, target: Path
 
 
 def test_changing_the_future_changes_no_earlier_loss(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs)
     changed_at = 11
     batch.loss_mask_BT[:, changed_at:] = False
     before = gradients(head, batch)
     values = {name: float(term.sum.detach()) for name, term in head.loss(batch)[0].items()}
-    ids, aux, last = batch.input_ids_BT.clone(), batch.aux_BTF.clone(), batch.last_BTH.clone()
-    ids[0, changed_at:] = (ids[0, changed_at:] + 17) % VOCAB
-    aux[0, changed_at:] += 1.0
-    last[0, changed_at:] -= 1.0
-    changed = replace(batch, input_ids_BT=ids, aux_BTF=aux, last_BTH=last)
-    assert values == {name: float(term.sum.detach()) for name, term in head.loss(changed)[0].items()}
+    other = changed(batch, slice(changed_at, None))
+    assert values == {name: float(term.sum.detach()) for name, term in head.loss(other)[0].items()}
     assert sum(values.values()) > 0
-    for name, gradient in gradients(head, changed).items():
+    for name, gradient in gradients(head, other).items():
         assert torch.equal(gradient, before[name]), name
 
 
 def test_the_loss_of_a_packed_row_is_the_sum_over_its_documents(head: Any, target: Path) -> None:
-    layers, rows = head.needs.aux_layers, tiny_rows([13, 1, 9, 2, 16], prompt=[3, 0, 4, 0, 5])
+    layers, rows = head.needs, tiny_rows([13, 1, 9, 2, 16], prompt=[3, 0, 4, 0, 5])
     packed = tiny_batch(target, [rows[:3], rows[3:]], layers, num_tokens=24)
     alone = [tiny_batch(target, [[row]], layers) for row in rows]
     for name, count in head.counts(packed).items():
@@ -163,7 +185,7 @@ def test_the_loss_of_a_packed_row_is_the_sum_over_its_documents(head: Any, targe
 
 
 def test_padding_changes_nothing(head: Any, target: Path) -> None:
-    layers, rows = head.needs.aux_layers, tiny_rows([13, 9])
+    layers, rows = head.needs, tiny_rows([13, 9])
     exact, padded = (tiny_batch(target, [rows], layers, num_tokens=width) for width in (22, 40))
     torch.testing.assert_close(total(head, padded), total(head, exact))
     assert_close_gradients(gradients(head, padded), gradients(head, exact))
@@ -172,7 +194,7 @@ def test_padding_changes_nothing(head: Any, target: Path) -> None:
 
 @pytest.mark.parametrize("lengths", [[], [1], [2], [1, 2, 3]], ids=str)
 def test_short_documents_give_a_finite_loss_and_gradient(lengths: list[int], head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows(lengths, prompt=0)], head.needs.aux_layers, num_tokens=8)
+    batch = tiny_batch(target, [tiny_rows(lengths, prompt=0)], head.needs, num_tokens=8)
     terms, metrics = head.loss(batch)
     for name, count in head.counts(batch).items():
         assert count > 0 or float(terms[name].sum.detach()) == 0.0
@@ -182,7 +204,7 @@ def test_short_documents_give_a_finite_loss_and_gradient(lengths: list[int], hea
 
 
 def test_a_fully_masked_batch_gives_zero_loss_and_a_zero_gradient_for_every_parameter(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([12, 8], prompt=20)], head.needs.aux_layers, num_tokens=24)
+    batch = tiny_batch(target, [tiny_rows([12, 8], prompt=20)], head.needs, num_tokens=24)
     assert all(float(count) == 0 for count in head.counts(batch).values())
     assert float(total(head, batch).detach()) == 0.0
     for name, parameter in head.named_parameters():
@@ -191,7 +213,7 @@ def test_a_fully_masked_batch_gives_zero_loss_and_a_zero_gradient_for_every_para
 
 
 def test_proposals_equal_drafting_round_by_round(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20]), tiny_rows([17], seed=1)], head.needs.aux_layers, num_tokens=20)
+    batch = tiny_batch(target, [tiny_rows([20]), tiny_rows([17], seed=1)], head.needs, num_tokens=20)
     proposals_BTN = head.propose(batch, 4)
     state = head.start(2, torch.device("cpu"))
     # Rounds that committed different numbers of rows; each ends at the row whose proposal it must equal.
@@ -204,7 +226,7 @@ def test_proposals_equal_drafting_round_by_round(head: Any, target: Path) -> Non
 
 
 def test_a_draft_state_keeps_the_selected_sequences_in_the_given_order(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([16], seed=s) for s in range(3)], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([16], seed=s) for s in range(3)], head.needs)
     proposals_BTN, state = head.propose(batch, 3), head.start(3, torch.device("cpu"))
     head.draft(state, together([at_row(batch, b, 0, 0, 6) for b in range(3)]), 3, 0.0, None)
     state.select(torch.tensor([2, 0]))
@@ -213,7 +235,7 @@ def test_a_draft_state_keeps_the_selected_sequences_in_the_given_order(head: Any
 
 
 def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([9])], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([9])], head.needs)
     context, first = at_row(batch, 0, 0, 0, 8), []
     for seed in range(200):
         state = head.start(1, torch.device("cpu"))
@@ -231,12 +253,13 @@ def test_sampled_drafts_come_with_the_distribution_they_were_drawn_from(head: An
     assert int(greedy.tokens_BN) == int(probs_NV[0].argmax())
 
 
-def test_a_trimmed_head_proposes_only_kept_tokens(frozen: FrozenTarget, target: Path) -> None:
+def test_a_trimmed_head_proposes_only_kept_tokens(targets: Callable[[str], Path]) -> None:
     for method in available_methods():
         if "draft_vocab_size" not in load_method(method).Config.model_fields:
             continue
-        head = tiny_head(method, frozen, kept_ids=KEPT)
-        batch = tiny_batch(target, [tiny_rows([20])], head.needs.aux_layers)
+        target = targets(method)
+        head = tiny_head(method, FrozenTarget.load(target, torch.float32), kept_ids=KEPT)
+        batch = tiny_batch(target, [tiny_rows([20])], head.needs)
         assert set(head.propose(batch, 3)[0, :19].flatten().tolist()) <= set(KEPT.tolist())
         context, state = at_row(batch, 0, 0, 0, 9), head.start(1, torch.device("cpu"))
         probs_BNV = head.draft(state, context, 2, 1.0, torch.Generator().manual_seed(0)).probs_BNV
@@ -269,7 +292,7 @@ def test_an_exported_head_imports_with_equal_loss_and_drafts(
 
 
 def assert_equal_heads(found: Any, head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs)
     assert torch.equal(found.propose(batch, 4), head.propose(batch, 4))
     torch.testing.assert_close(total(found, batch), total(head, batch), rtol=0, atol=0)
     drafts = []
@@ -281,7 +304,7 @@ def assert_equal_heads(found: Any, head: Any, target: Path) -> None:
 
 
 def test_training_in_bfloat16_stays_close_to_float32(head: Any, target: Path) -> None:
-    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs.aux_layers)
+    batch = tiny_batch(target, [tiny_rows([20, 9])], head.needs)
     exact = total(head, batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = total(head, batch)

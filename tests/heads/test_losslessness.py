@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from answer_distribution import counted_answers, exact_probabilities, z_score
-from tiny import tiny_head, tiny_kept_ids, tiny_target
+from tiny import fitting_kind, tiny_head, tiny_kept_ids, tiny_target
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -27,14 +27,14 @@ def decoded(folder: Path, method: str, kept_ids: Tensor | None, prompts: list[li
     """The target as a transformers model, and the answers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     head = tiny_head(method, FrozenTarget.load(folder, torch.float32), kept_ids=kept_ids)
-    with RunningTarget(model, head.needs.aux_layers) as target:
+    with RunningTarget(model, head.needs.aux_layers, head.needs.kv_layers) as target:
         return model, decode(target, head, prompts, wanted).answers
 
 
 @pytest.mark.parametrize("method, is_trimmed", CASES)
 def test_greedy_answers_are_the_targets_own_token_for_token(method: str, is_trimmed: bool, tmp_path: Path) -> None:
     # So few tokens that random drafts are accepted now and then, also whole.
-    folder = tiny_target(tmp_path, "qwen3", vocab_size=8)
+    folder = tiny_target(tmp_path, fitting_kind(method), vocab_size=8)
     prompts = [[5, 6, 7, 3], [4], [3, 4, 5, 6, 7, 3, 4], [6, 3]]
     kept_ids = tiny_kept_ids(5, 8) if is_trimmed else None
     model, answers = decoded(folder, method, kept_ids, prompts, Decoding(40, frozenset(), 3))
@@ -48,7 +48,7 @@ def test_greedy_answers_are_the_targets_own_token_for_token(method: str, is_trim
 
 @pytest.mark.parametrize("method, is_trimmed", CASES)
 def test_sampled_answers_are_distributed_as_the_targets_own(method: str, is_trimmed: bool, tmp_path: Path) -> None:
-    folder = tiny_target(tmp_path, "qwen3", vocab_size=5, std=0.04, num_hidden_layers=3)
+    folder = tiny_target(tmp_path, fitting_kind(method), vocab_size=5, std=0.04, num_hidden_layers=3)
     sampling, prompt, kept_ids = Sampling(temperature=0.9, seed=1), [1, 3], torch.tensor([0, 2, 3])
     wanted = Decoding(4, frozenset(), 3, sampling)
     answers: list[Decoded]

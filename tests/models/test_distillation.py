@@ -14,7 +14,7 @@ from draftsmith.models.parts.losses import LossName
 LOSSES: list[LossName] = ["kl", "ce", "tv", "lk_hybrid"]
 
 
-def inputs(softcap: float | None, is_trimmed: bool) -> tuple[list[Tensor], Tensor, Tensor, Lens]:
+def inputs(softcap: float | None, is_trimmed: bool, is_draft_capped: bool = True) -> tuple[list[Tensor], Tensor, Tensor, Lens]:
     torch.manual_seed(0)
     num_rows, width, vocab, num_steps = 75, 24, 90, 3
     students = [torch.randn(num_rows, width, requires_grad=True) for _ in range(num_steps)]
@@ -22,20 +22,26 @@ def inputs(softcap: float | None, is_trimmed: bool) -> tuple[list[Tensor], Tenso
     teacher_RH, all_VH = torch.randn(num_rows, width), torch.randn(vocab, width) * 0.7
     kept = torch.randperm(vocab)[:40].sort().values if is_trimmed else torch.arange(vocab)
     draft_VH = torch.nn.Parameter(torch.randn(len(kept), width) * 0.7)
-    lens = Lens(draft_VH, all_VH[kept], all_VH if is_trimmed else None, softcap, torch.float32)
+    lens = Lens(draft_VH, all_VH[kept], all_VH if is_trimmed else None, softcap, torch.float32, is_draft_capped)
     return students, weight_KR, teacher_RH, lens
 
 
 @pytest.mark.parametrize("is_trimmed", [False, True], ids=["full", "trimmed"])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["no cap", "softcap"])
+@pytest.mark.parametrize(
+    "softcap, is_draft_capped", [(None, True), (3.0, True), (3.0, False)], ids=["no cap", "softcap", "target capped"]
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_chunked_equals_dense_in_value_and_gradient(
-    loss: LossName, softcap: float | None, is_trimmed: bool, monkeypatch: pytest.MonkeyPatch
+    loss: LossName,
+    softcap: float | None,
+    is_draft_capped: bool,
+    is_trimmed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(distillation, "_CHUNK_BYTES", 4 * 90 * 16)  # 16 rows a chunk: the last one is smaller
     results = []
     for function in (distil, eager_distil):
-        students, weight_KR, teacher_RH, lens = inputs(softcap, is_trimmed)
+        students, weight_KR, teacher_RH, lens = inputs(softcap, is_trimmed, is_draft_capped)
         result = function(loss, students, weight_KR, teacher_RH, lens)
         torch.autograd.backward((result.loss_K * torch.tensor([1.0, 0.5, 2.0])).sum())
         results.append((result.loss_K, result.top1_K, *[s.grad for s in students], lens.draft_VH.grad))

@@ -1,6 +1,7 @@
 """Windows: packing, order, ranks, position, and what a wrong record leads to."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,3 +130,20 @@ def test_closing_early_ends_the_reader_and_its_stream():
     batches.close()
     time.sleep(0.05)
     assert not batches._thread.is_alive() and is_closed
+
+
+def test_a_packed_batch_holds_the_keys_and_values_that_the_head_wants():
+    spec, rows, config = replace(SPEC, kv_layers=(1, 3), kv_width=6), toy_rows(3), toy_config(tokens_per_batch=200)
+    records = [
+        replace(record, kv_TE=torch.randn(len(record.token_ids_T), 6))
+        for record in ToyStream(rows).records([row.row_id for row in rows])
+    ]
+    packer = Packer(spec, (1,), config, (1, 3))
+    batch, start = packer.lay_out(rows, records), 0
+    for record in records:
+        torch.testing.assert_close(batch.kv_BTE[0, start : start + len(record.kv_TE)], record.kv_TE)
+        start += len(record.kv_TE)
+    assert not batch.kv_BTE[0, start:].any() and packer.dummy().kv_BTE.shape[2] == 6
+    assert Packer(spec, (1,), config).lay_out(rows, records).kv_BTE is None
+    with pytest.raises(ValueError, match=r"keys and values of the target's layers \[2\], but .* hold those of \[1, 3\]"):
+        Packer(spec, (1,), config, (2,))
