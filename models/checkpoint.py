@@ -134,8 +134,8 @@ def fill(head: nn.Module, tensors: Mapping[str, Tensor], source: str) -> None:
         found, expected = tuple(tensors[name].shape), tuple(wanted[name].shape)
         if found != expected:
             faults.append(f"{name} has shape {found}, expected {expected}")
-        elif not wanted[name].is_floating_point() and not torch.equal(tensors[name], wanted[name].cpu()):
-            # Buffers of ids (d2t, t2d) are built from the kept ids; two that disagree are a corrupt vocabulary.
+        elif name in ("d2t", "t2d") and not torch.equal(tensors[name], wanted[name].cpu()):
+            # Both are built from the kept ids; two that disagree are a corrupt vocabulary.
             faults.append(f"{name} contradicts the other tensors of the draft vocabulary")
     if faults:
         raise ValueError(f"{source}: {'; '.join(sorted(faults))}")

@@ -102,7 +102,7 @@ def test_a_stream_hands_them_to_training(target: ResolvedTarget, rows: list[Row]
 
 
 def test_a_source_that_cannot_give_them_is_refused_before_anything_runs(target: ResolvedTarget) -> None:
-    with pytest.raises(ValueError, match="set hidden_states.source to transformers"):
+    with pytest.raises(ValueError, match=r"set hidden_states\.source to transformers"):
         spec_for(HiddenStatesConfig(source="vllm"), target, (2,), KV_LAYERS)
 
 

@@ -68,7 +68,9 @@ class Reference:
         """
         states_TH, shared = self._run(tuple(ids))
         seen = {
-            name: tuple(x[:, :, max(0, num_seen - WINDOW) if name == "sliding_attention" else 0 : num_seen] for x in pair)
+            name: tuple(
+                x[:, :, max(0, num_seen - WINDOW) if name == "sliding_attention" else 0 : num_seen] for x in pair
+            )
             for name, pair in shared.items()
         }
         hidden, found = states_TH[None, num_seen - 1 : num_seen], []

@@ -14,7 +14,9 @@ from draftsmith.models.parts.losses import LossName
 LOSSES: list[LossName] = ["kl", "ce", "tv", "lk_hybrid"]
 
 
-def inputs(softcap: float | None, is_trimmed: bool, is_draft_capped: bool = True) -> tuple[list[Tensor], Tensor, Tensor, Lens]:
+def inputs(
+    softcap: float | None, is_trimmed: bool, is_draft_capped: bool = True
+) -> tuple[list[Tensor], Tensor, Tensor, Lens]:
     torch.manual_seed(0)
     num_rows, width, vocab, num_steps = 75, 24, 90, 3
     students = [torch.randn(num_rows, width, requires_grad=True) for _ in range(num_steps)]

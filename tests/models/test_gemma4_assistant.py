@@ -201,9 +201,7 @@ def test_the_runtime_gives_drafts_the_keys_and_values_of_the_committed_rows(targ
     torch.testing.assert_close(seen_TE, whole[: len(seen_TE)], rtol=1e-4, atol=1e-5)
 
 
-def test_a_packaged_drafter_is_exported_as_it_was_packaged(
-    drafter: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_packaged_drafter_is_exported_as_it_was_packaged(drafter: Path, frozen: FrozenTarget, tmp_path: Path) -> None:
     head = import_head(drafter, frozen, METHOD)
     save_head(head, tmp_path / "head")
     export_head(
@@ -220,7 +218,13 @@ def test_a_packaged_drafter_is_exported_as_it_was_packaged(
     for name, tensor in packaged.state_dict().items():
         assert torch.equal(exported.state_dict()[name], tensor), name
     ours, theirs = (model.config.to_dict() for model in (exported, packaged))
-    ignored = {"draft_position", "transformers_version", "_name_or_path", "num_centroids", "centroid_intermediate_top_k"}
+    ignored = {
+        "draft_position",
+        "transformers_version",
+        "_name_or_path",
+        "num_centroids",
+        "centroid_intermediate_top_k",
+    }
     if packaged.config.use_ordered_embeddings:
         ignored -= {"num_centroids", "centroid_intermediate_top_k"}
     assert {k: v for k, v in ours["text_config"].items() if k != "dtype"} == {
@@ -300,7 +304,9 @@ def test_settings_that_no_server_runs_are_refused(settings: dict[str, Any], word
         Config(**settings)
 
 
-@pytest.mark.parametrize("settings, words", [({"num_attention_heads": 3}, "multiple"), ({"num_centroids": 500}, "divide")])
+@pytest.mark.parametrize(
+    "settings, words", [({"num_attention_heads": 3}, "multiple"), ({"num_centroids": 500}, "divide")]
+)
 def test_sizes_that_do_not_go_with_the_target_are_refused(
     settings: dict[str, Any], words: str, frozen: FrozenTarget
 ) -> None:

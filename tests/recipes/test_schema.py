@@ -91,7 +91,10 @@ def test_a_wrong_type_or_value_is_named_with_the_field(override: str, words: str
             "responses.max_new_tokens is 96 but the server that is launched holds 80 tokens",
         ),
         (["eval.engines=[vllm]", "eval.server.max_model_len=90"], "raise eval.server.max_model_len"),
-        (["hidden_states.server.max_model_len=800"], "hidden_states.server is set but neither hidden_states.source nor"),
+        (
+            ["hidden_states.server.max_model_len=800"],
+            "hidden_states.server is set but neither hidden_states.source nor",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides: list[str], words: str) -> None:

@@ -145,5 +145,7 @@ def test_a_packed_batch_holds_the_keys_and_values_that_the_head_wants():
         start += len(record.kv_TE)
     assert not batch.kv_BTE[0, start:].any() and packer.dummy().kv_BTE.shape[2] == 6
     assert Packer(spec, (1,), config).lay_out(rows, records).kv_BTE is None
-    with pytest.raises(ValueError, match=r"keys and values of the target's layers \[2\], but .* hold those of \[1, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"keys and values of the target's layers \[2\], but .* hold those of \[1, 3\]"
+    ):
         Packer(spec, (1,), config, (2,))
