@@ -181,8 +181,8 @@ def _engines_that_contradict(recipe: Recipe) -> list[str]:
     )
     if recipe.hidden_states.server != ServerConfig() and not launches:
         found.append(
-            "hidden_states.server is set but neither hidden_states.source nor responses.engine is vllm with a server to "
-            "launch; remove it or change one of them"
+            "hidden_states.server is set but neither hidden_states.source nor responses.engine is vllm with a server "
+            "to launch; remove it or change one of them"
         )
     return found
 

@@ -45,7 +45,7 @@ def test_they_are_what_the_targets_cache_holds_and_change_no_state(
         check_record(record, row, source.spec)
         expected_TE = keys_and_values(target.path, row.input_ids, KV_LAYERS)
         assert record.kv_TE is not None and other.kv_TE is None
-        torch.testing.assert_close(record.kv_TE, expected_TE, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(record.kv_TE, expected_TE, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(record.states_TLH, other.states_TLH, rtol=1e-4, atol=1e-4)
 
 

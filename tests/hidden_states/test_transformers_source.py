@@ -90,7 +90,7 @@ def test_gpt_oss_like_decoders_with_experts_and_sliding_windows_are_captured_too
     decoder, config = text_decoder(model)
     spec = CaptureSpec((0, 2, LAST), "float32", config.hidden_size, "w", "t", "c", "float32")
     ids_BT = torch.tensor([rows[1].input_ids])
-    states_BTLH = capture_states(decoder, ids_BT, spec)
+    states_BTLH, _ = capture_states(decoder, ids_BT, spec)
     with torch.no_grad():
         output = model(input_ids=ids_BT, output_hidden_states=True)
     torch.testing.assert_close(states_BTLH[:, :, 1], output.hidden_states[2])

@@ -10,7 +10,7 @@ from tiny import fitting_kind, tiny_head, tiny_target
 
 from draftsmith.data.artefact import read_artefact
 from draftsmith.models.checkpoint import load_head, save_head
-from draftsmith.models.export import export_head
+from draftsmith.models.export import export_head, import_head
 from draftsmith.models.head import available_methods, load_method
 from draftsmith.models.target import FrozenTarget
 from draftsmith.recipes.schema import parse_recipe
@@ -43,9 +43,9 @@ def test_training_starts_from_an_exported_head_when_the_recipe_names_one(
 ) -> None:
     target = tiny_target(tmp_path / "target", fitting_kind(method, ("llama", "gemma4")))
     frozen = FrozenTarget.load(target, torch.float32)
-    start = tiny_head(method, frozen)
-    layout: Any = max(start.export_map())
-    save_head(start, tmp_path / "start")
+    head: Any = tiny_head(method, frozen)
+    layout: Any = max(head.export_map())
+    save_head(head, tmp_path / "start")
     export_head(
         tmp_path / "start",
         tmp_path / "exported",
@@ -60,6 +60,7 @@ def test_training_starts_from_an_exported_head_when_the_recipe_names_one(
     data["train"] |= {"max_steps": 1, "learning_rate": 1e-12, "init_from": str(tmp_path / "exported")}
     run_stages(parse_recipe(data, "a tiny recipe"), last="train")
     run = tmp_path / "run" / "train"
-    head: Any = load_head(run / read_artefact(run, "train").result["weights"], frozen)
+    start = import_head(tmp_path / "exported", frozen, method)
+    trained = load_head(run / read_artefact(run, "train").result["weights"], frozen)
     for name, tensor in start.state_dict().items():
-        torch.testing.assert_close(head.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(trained.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
