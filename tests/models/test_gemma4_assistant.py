@@ -130,10 +130,11 @@ def test_a_row_reads_exactly_the_keys_and_values_that_its_document_has_shown_it(
 
 
 def test_transformers_forward_on_several_rows_at_once_would_show_them_the_future(
-    target: Path, reference: Reference
+    drafter: Path, target: Path, reference: Reference
 ) -> None:
     """Why the head has a mask of its own. When this fails, transformers has one too."""
     ids = list(tiny_rows([12])[0].input_ids)
+    eager = Gemma4AssistantForCausalLM.from_pretrained(drafter, attn_implementation="eager").eval()
     output = reference.target.model(torch.tensor([ids]), use_cache=False, return_shared_kv_states=True)
     embedded = reference.target.get_input_embeddings()(torch.tensor([ids]))
     found = []
@@ -142,7 +143,7 @@ def test_transformers_forward_on_several_rows_at_once_would_show_them_the_future
         shared["full_attention"][1][:, :, 8:] += changed_by
         inputs = torch.cat([embedded, output.last_hidden_state], dim=-1)
         found.append(
-            reference.drafter(
+            eager(
                 inputs_embeds=inputs,
                 position_ids=torch.arange(12)[None],
                 shared_kv_states=shared,
