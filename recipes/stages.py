@@ -7,7 +7,6 @@ most once and serves both generation and extraction. Stage folders lie under the
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import platform
@@ -44,12 +43,12 @@ from draftsmith.hidden_states.record import CaptureSpec, Record
 from draftsmith.hidden_states.stream import HiddenStatesConfig, build_states, open_source, open_stream, spec_for
 from draftsmith.hidden_states.vllm_server import ServerConfig, launch, vllm_python
 from draftsmith.models.card import Card
-from draftsmith.models.checkpoint import WEIGHTS, fill, load_head, save_head
+from draftsmith.models.checkpoint import save_head
 from draftsmith.models.export import ExportReport, export_head
-from draftsmith.models.head import Needs, load_method, method_of
-from draftsmith.models.parts.draft_vocabulary import ids_of
+from draftsmith.models.head import Needs, load_method
 from draftsmith.models.target import FrozenTarget
 from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.started_head import fingerprint_of_start, started_head
 from draftsmith.train.engine import device_of_this_process
 from draftsmith.train.loop import fit
 
@@ -250,7 +249,7 @@ def _train(run: Run) -> None:
         "rows": read_artefact(run.folder / "rows", "rows").fingerprint,
     }
     if recipe.train.start_from is not None:
-        key["start_from"] = _fingerprint_of(recipe.train.start_from)
+        key["start_from"] = fingerprint_of_start(recipe.train.start_from)
     is_main = _is_main()
     if is_main:
         artefact = Artefact.open(folder, "train", key)
@@ -265,7 +264,7 @@ def _train(run: Run) -> None:
     extra = {"target": run.target.key(), "target_name": run.target.name, "recipe": recipe.name}
     vocabulary = None
     if recipe.train.start_from is not None:
-        head = _started_head(recipe, recipe.train.start_from, frozen)
+        head = started_head(recipe, recipe.train.start_from, frozen)
         if recipe.train.max_steps == 0:
             _keep_as_it_is(head, artefact if is_main else None, extra)
             return
@@ -309,55 +308,6 @@ def _train(run: Run) -> None:
                 "draft_vocabulary_coverage": None if vocabulary is None else round(vocabulary.coverage, 6),
             }
         )
-
-
-def _started_head(recipe: Recipe, folder: Path, frozen: FrozenTarget) -> Any:
-    """A head of the recipe's settings with the weights of `train.start_from`.
-
-    Losses and schedules may differ from those that it was trained with; what serving engines are told may not.
-    """
-    try:
-        found: Any = load_head(folder, frozen)
-    except ValueError as error:
-        raise ValueError(f"train.start_from: {error}; exported folders are read by `draftsmith import`") from error
-    if (method := method_of(found)) != recipe.method:
-        raise ValueError(
-            f"train.start_from is {folder}, a head of method {method}, but model.method is {recipe.method}"
-        )
-    kept_ids = ids_of(found.d2t) if hasattr(found, "d2t") else None
-    wanted = getattr(recipe.model, "draft_vocab_size", None)
-    if (None if kept_ids is None else kept_ids.shape[0]) != (None if wanted == frozen.vocab_size else wanted):
-        size = None if kept_ids is None else kept_ids.shape[0]
-        raise ValueError(
-            f"model.draft_vocab_size is {wanted}, but {folder} (train.start_from) has {size}; give the same"
-        )
-    head = load_method(recipe.method).Head(recipe.model, frozen, kept_ids)
-    ours, theirs = (_served_fields(each) for each in (head, found))
-    differing = [
-        f"{name} {ours.get(name)!r}, there {theirs.get(name)!r}" for name in ours if ours[name] != theirs.get(name)
-    ]
-    if differing:
-        raise ValueError(
-            f"the model section does not describe the head of train.start_from ({folder}): {'; '.join(differing)}"
-        )
-    fill(head, found.state_dict(), str(folder))
-    return head
-
-
-def _fingerprint_of(folder: Path) -> str:
-    """Of the weights in a head folder. Raises ValueError when there are none."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        raise ValueError(f"train.start_from is {folder}, which holds no head: {WEIGHTS} is missing")
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-
-
-def _served_fields(head: Any) -> dict[str, Any]:
-    """What a serving engine is told of a head, in the layout that holds nothing of its training."""
-    layouts = head.export_map()
-    fields: dict[str, Any] = layouts.get("plain", next(iter(layouts.values()))).config
-    return fields
 
 
 def _keep_as_it_is(head: Any, artefact: Artefact | None, extra: dict[str, Any]) -> None:

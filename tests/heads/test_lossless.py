@@ -33,6 +33,11 @@ METHODS = [
     for is_trimmed in (False, True)
     if not is_trimmed or "draft_vocab_size" in load_method(method).Config.model_fields
 ]
+CONFIDENT = [case for case in METHODS if hasattr(load_method(case[0]).Head, "propose_with_confidence")]
+
+
+def name_of(case: tuple[str, bool]) -> str:
+    return f"{case[0]}-{'trimmed' if case[1] else 'full'}"
 
 
 class Scene:
@@ -81,7 +86,7 @@ def typical_confidence(head: Any, run: Callable[[], object]) -> float:
     return float(torch.cat(found).quantile(0.25))
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=lambda p: f"{p[0]}-{'trimmed' if p[1] else 'full'}")
+@pytest.fixture(scope="module", params=METHODS, ids=name_of)
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return Scene(tmp_path_factory.mktemp("target"), *request.param)
 
@@ -96,18 +101,16 @@ def test_greedy_output_is_the_targets_own_token_for_token(scene: Scene) -> None:
     assert accepted > 10 and rounds > 15, "the head must be sometimes right and sometimes wrong"
 
 
+@pytest.mark.parametrize("scene", CONFIDENT, indirect=True, ids=name_of)
 def test_stopping_at_a_low_confidence_changes_no_greedy_output(scene: Scene) -> None:
-    if getattr(scene.head, "confidence_head", None) is None:
-        pytest.skip("this head gives no confidences")
     threshold = typical_confidence(scene.head, lambda: scene.answers(NUM_TOKENS))
     answers = scene.answers(NUM_TOKENS, min_confidence=threshold)
     assert [a.token_ids for a in answers] == scene.plain
     assert len({length for a in answers for length in a.drafted}) > 1, "no draft was stopped"
 
 
+@pytest.mark.parametrize("scene", CONFIDENT, indirect=True, ids=name_of)
 def test_scheduling_by_throughput_changes_no_greedy_output(scene: Scene) -> None:
-    if getattr(scene.head, "confidence_head", None) is None:
-        pytest.skip("this head gives no confidences")
     scene.head.confidence_temperatures = (0.7, 1.5)
     drafted = []
     for dearest in (1.0, 1 + 16 * typical_confidence(scene.head, lambda: scene.answers(NUM_TOKENS)) / 4):
@@ -149,9 +152,13 @@ def exact(model: Any, sampling: Sampling) -> np.ndarray:
     return probs.gather(2, answers[..., None])[..., 0].double().prod(1).numpy()
 
 
-@pytest.mark.parametrize("stop", ["nothing", "confidence", "throughput"])
 @pytest.mark.parametrize(
-    "method_and_trim", METHODS, ids=[f"{method}-{'trimmed' if trim else 'full'}" for method, trim in METHODS]
+    "method_and_trim, stop",
+    [
+        pytest.param(case, stop, id=f"{name_of(case)}-{stop}")
+        for stop, cases in (("nothing", METHODS), ("confidence", CONFIDENT), ("throughput", CONFIDENT))
+        for case in cases
+    ],
 )
 def test_sampled_answers_are_distributed_as_the_targets_own(
     method_and_trim: tuple[str, bool], stop: str, tmp_path: Path
@@ -161,8 +168,6 @@ def test_sampled_answers_are_distributed_as_the_targets_own(
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval().requires_grad_(False)
     frozen = FrozenTarget.load(tmp_path, torch.float32)
     head = tiny_head(method, frozen, kept_ids=torch.tensor([1, 2, 4]) if is_trimmed else None)
-    if stop != "nothing" and getattr(head, "confidence_head", None) is None:
-        pytest.skip("this head gives no confidences")
     sampling = Sampling(temperature=0.9, seed=3)
     expected = exact(model, sampling)
     with RunningTarget(model, head.needs.aux_layers) as target, torch.no_grad():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.recipes import doctor
+from draftsmith.recipes.process import SETTINGS
 from draftsmith.recipes.run import main
 from draftsmith.recipes.stages import STAGES
 
@@ -19,7 +20,7 @@ def draftsmith(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     """draftsmith(*words) -> exit code, and everything that was printed."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.delenv("DRAFTSMITH_DEBUG", raising=False)
-    for name in ("TOKENIZERS_PARALLELISM", "OMP_WAIT_POLICY", "DRAFTSMITH_DEBUG"):
+    for name in (*SETTINGS, "DRAFTSMITH_DEBUG"):
         monkeypatch.setenv(name, "")  # so that what main() sets is undone
 
     def run(*words: str) -> tuple[int, str]:
