@@ -4,11 +4,8 @@ import subprocess
 from typing import Any
 
 import pytest
+from drafts_of_vllm import PROMPTS, PYTHON, assert_drafts_equal, run_vllm
 from test_mtp import VARIANTS, Scene, exported
-from test_vllm_drafts import PROMPTS, PYTHON, run_vllm
-from tiny import tiny_batch
-
-from draftsmith.data.rows import Row
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -48,22 +45,4 @@ def test_vllm_drafts_what_the_head_proposes(variant: str, drafted: dict[str, Any
     if variant not in drafted:
         pytest.skip("the vLLM environment has no torchvision, which vLLM's class of this target imports")
     head, scene, results = drafted[variant]
-    seen, num_rounds = set(), 0
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        ids = prompt + result["generated"]
-        row = Row("row", "conversation", "vllm", tuple(ids), (True,) * len(ids))
-        batch = tiny_batch(scene.folder, [[row]], head.needs.aux_layers)
-        greedy_T = head.target.logits(batch.last_BTH[0]).argmax(-1)
-        assert greedy_T[len(prompt) - 1 : -1].tolist() == result["generated"], "speculation changed the output"
-        proposals_TN, num_committed = head.propose(batch, NUM_TOKENS)[0], len(prompt)
-        for each in result["rounds"]:
-            if num_committed >= len(ids):
-                break  # vLLM proposes once more when the last token is out
-            assert each["bonus"] == ids[num_committed]
-            assert each["drafts"] == proposals_TN[num_committed - 1].tolist(), (variant, num_committed)
-            seen.update(each["drafts"])
-            num_rounds += 1
-            is_right = [a == b for a, b in zip(each["drafts"], ids[num_committed + 1 :], strict=False)]
-            num_committed += 1 + [*is_right, False].index(False)
-    assert num_rounds >= 18, "too few rounds were compared"
-    assert len(seen) >= 6, "the drafts hardly vary; this test would prove little"
+    assert_drafts_equal(head, scene.folder, results, NUM_TOKENS, distinct=6)

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_vllm_drafts import NUM_TOKENS, PROMPTS, PYTHON, run_vllm
-from tiny import tiny_batch, tiny_head, tiny_kept_ids, tiny_target
+from drafts_of_vllm import NUM_TOKENS, PROMPTS, PYTHON, assert_drafts_equal, run_vllm
+from tiny import tiny_head, tiny_kept_ids, tiny_target
 
-from draftsmith.data.rows import Row
 from draftsmith.models.checkpoint import save_head
 from draftsmith.models.export import export_head
 from draftsmith.models.head import served_as
@@ -84,22 +83,4 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Pa
 @pytest.mark.parametrize("name", HEADS)
 def test_vllm_drafts_what_the_head_proposes(name: str, drafted: dict[str, Any]) -> None:
     head, target, results = drafted[name]
-    seen, num_rounds = set(), 0
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        ids = prompt + result["generated"]
-        row = Row("row", "conversation", "vllm", tuple(ids), (True,) * len(ids))
-        batch = tiny_batch(target, [[row]], head.needs.aux_layers)
-        greedy_T = head.target.logits(batch.last_BTH[0]).argmax(-1)
-        assert greedy_T[len(prompt) - 1 : -1].tolist() == result["generated"], "speculation changed the output"
-        proposals_TN, num_committed = head.propose(batch, NUM_TOKENS)[0], len(prompt)
-        for each in result["rounds"]:
-            if num_committed >= len(ids):
-                break  # vLLM proposes once more when the last token is out
-            assert each["bonus"] == ids[num_committed]
-            assert each["drafts"] == proposals_TN[num_committed - 1].tolist(), (name, num_committed)
-            seen.update(each["drafts"])
-            num_rounds += 1
-            is_right = [a == b for a, b in zip(each["drafts"], ids[num_committed + 1 :], strict=False)]
-            num_committed += 1 + [*is_right, False].index(False)
-    assert num_rounds >= 18, "too few rounds were compared"
-    assert len(seen) >= 6, "the drafts hardly vary; this test would prove little"
+    assert_drafts_equal(head, target, results, NUM_TOKENS, distinct=6)

@@ -1,27 +1,20 @@
 """Real vLLM loads what we export and drafts, round by round, exactly what the head proposes (fp32, CPU)."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafts_of_vllm import NUM_TOKENS, PROMPTS, PYTHON, assert_drafts_equal, run_vllm
 from test_rope import ROPES
-from tiny import tiny_batch, tiny_head, tiny_kept_ids, tiny_rows, tiny_target
+from tiny import tiny_head, tiny_kept_ids, tiny_target
 
-from draftsmith.data.rows import Row
-from draftsmith.hidden_states.vllm_server import write_plugin
 from draftsmith.models.checkpoint import save_head
 from draftsmith.models.export import export_head
 from draftsmith.models.target import FrozenTarget
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("DRAFTSMITH_VLLM_PYTHON", REPOSITORY / ".venv-vllm/bin/python"))
-NUM_TOKENS = 3
 TARGETS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama"},
     "qwen3": {"kind": "qwen3"},
@@ -61,7 +54,6 @@ HEADS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "llama3 rope": ("llama3 rope", "speculators", "auto", {}),
     "yarn": ("yarn", "plain", "explicit", {"layer_type": "qwen3"}),
 }
-PROMPTS = [list(row.input_ids) for row in tiny_rows([10, 38, 141], seed=5)]
 
 
 @pytest.fixture(scope="module")
@@ -94,44 +86,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Pa
     return {name: (*heads[name], results[name]) for name in HEADS}
 
 
-def run_vllm(root: Path, jobs: list[dict[str, Any]]) -> dict[str, Any]:
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(write_plugin(root / "site", PYTHON)),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [str(PYTHON), str(Path(__file__).with_name("vllm_drafts.py")), "jobs.json", "results.json"]
-    with (root / "log.txt").open("w") as log:
-        done = subprocess.run(command, cwd=root, env=environment, stdout=log, stderr=log, timeout=900)
-    assert done.returncode == 0, (root / "log.txt").read_text()[-4000:]
-    results: dict[str, Any] = json.loads((root / "results.json").read_text())
-    return results
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_vllm_drafts_what_the_head_proposes(name: str, drafted: dict[str, Any]) -> None:
     head, target, results = drafted[name]
-    seen, num_rounds = set(), 0
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        ids = prompt + result["generated"]
-        row = Row("row", "conversation", "vllm", tuple(ids), (True,) * len(ids))
-        batch = tiny_batch(target, [[row]], head.needs.aux_layers)
-        greedy_T = head.target.logits(batch.last_BTH[0]).argmax(-1)
-        assert greedy_T[len(prompt) - 1 : -1].tolist() == result["generated"], "speculation changed the output"
-        proposals_TN, num_committed = head.propose(batch, NUM_TOKENS)[0], len(prompt)
-        for each in result["rounds"]:
-            if num_committed >= len(ids):
-                break  # vLLM proposes once more when the last token is out
-            assert each["bonus"] == ids[num_committed]
-            assert each["drafts"] == proposals_TN[num_committed - 1].tolist(), (name, num_committed)
-            seen.update(each["drafts"])
-            num_rounds += 1
-            is_right = [a == b for a, b in zip(each["drafts"], ids[num_committed + 1 :], strict=False)]
-            num_committed += 1 + [*is_right, False].index(False)
-    assert num_rounds >= 18, "too few rounds were compared"
-    assert len(seen) >= 6, "the drafts hardly vary; this test would prove little"
+    assert_drafts_equal(head, target, results, NUM_TOKENS, distinct=6)
